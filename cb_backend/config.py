@@ -1,0 +1,87 @@
+"""EngineConfig: every choice a user has about the engine. Frozen, checked once, no IO."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cb_backend.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Implementation = Literal["auto", "native", "transformers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Raises ConfigError naming the field, its value and what it may be."""
+
+    model: str  # a local folder in the Hugging Face layout (serving resolves tags and hub ids)
+    served_model_name: str = ""  # the id clients use; empty: the folder's name
+    device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:1
+    dtype: Dtype = "auto"  # auto: what the weights are stored in
+    implementation: Implementation = "auto"  # auto: native where it covers the model
+
+    max_model_len: int | None = None  # tokens of prompt and output; None: the model's context
+    block_size: int | None = None  # tokens per KV block; None: what suits the device
+    num_kv_blocks: int | None = None  # None: as many as kv_cache_gib or memory_fraction hold
+    kv_cache_gib: float | None = None  # GiB of K and V; None: from memory_fraction
+    memory_fraction: float = 0.9  # CUDA: share of the device's memory for weights and KV together
+    max_num_seqs: int = 64  # requests that share a step
+    max_num_batched_tokens: int = 512  # token budget of one step
+    max_prefill_chunk: int | None = None  # most tokens one request takes of a contended step;
+    # None: half of the budget
+    max_num_waiting: int = 4096  # requests that may queue; beyond it submit is refused
+    enable_prefix_caching: bool = True
+
+    num_threads: int | None = None  # CPU threads of a step; None: torch's choice
+    step_timeout_s: float = 120.0  # a step that runs longer is a hang: the engine is dead
+    drain_timeout_s: float = 30.0  # what running requests get to finish in at shutdown
+    check_invariants: bool = False  # after every step instead of when idle
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model must name a model, got an empty string", field="model")
+        _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("implementation", self.implementation, get_args(Implementation))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting"):
+            _check_at_least(name, getattr(self, name), 1)
+        for name in (
+            "max_model_len",
+            "block_size",
+            "num_kv_blocks",
+            "max_prefill_chunk",
+            "num_threads",
+        ):
+            if (value := getattr(self, name)) is not None:
+                _check_at_least(name, value, 1)
+        for name in ("step_timeout_s", "drain_timeout_s"):
+            _check_positive(name, getattr(self, name))
+        if self.kv_cache_gib is not None:
+            _check_positive("kv_cache_gib", self.kv_cache_gib)
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(
+                f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}",
+                field="memory_fraction",
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least"
+                f" max_num_seqs ({self.max_num_seqs}): each running request needs a token a step",
+                field="max_num_batched_tokens",
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", field=name)
+
+
+def _check_at_least(name: str, value: int, low: int) -> None:
+    if type(value) is not int or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}", field=name)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be a number above 0, got {value!r}", field=name)

@@ -1,0 +1,67 @@
+"""One request as the scheduler sees it. Owned by the engine thread from submit to its last event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from cb_backend.core.sampling_params import SamplingParams
+
+
+class RequestStatus(IntEnum):
+    WAITING = 0  # never ran
+    RUNNING = 1
+    PREEMPTED = 2  # ran, lost its blocks, waits to be computed again
+    FINISHED = 3
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`token_ids` is the prompt followed by the output: all that is known of the sequence.
+
+    `num_computed_tokens` of them have their K and V in the cache; a step computes some more.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    max_tokens: int  # resolved: the client's wish or what is left of the context
+    stop_token_ids: frozenset[int]  # the client's and, unless ignore_eos, the model's
+    seed: int
+    arrival_time: float  # seconds, the engine's clock
+    cache_salt: str = ""
+    priority: int = 0
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id} {self.status.name} prompt={self.num_prompt_tokens}"
+            f" output={self.num_output_tokens}/{self.max_tokens}"
+            f" computed={self.num_computed_tokens} blocks={len(self.block_table)})"
+        )

@@ -1,0 +1,110 @@
+"""What passes between the scheduler and the executor, and what a step tells the outside.
+
+Everything here is plain, frozen data: a plan can be written down, replayed, or sent to another
+rank. A plan carries what changed, not the whole batch: the executor keeps a persistent batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cb_backend.core.request import FinishReason
+from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that joins the batch in this step, new or resumed after preemption."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # all known tokens: prompt and, when resumed, output so far
+    num_prompt_tokens: int
+    num_computed_tokens: int  # leading tokens whose K and V already lie in `block_ids`
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's share of the step: its next `num_scheduled_tokens` tokens.
+
+    The executor knows which tokens these are: it has the admission's and those it sampled since.
+    """
+
+    request_id: str
+    num_computed_tokens: int  # before this step
+    num_scheduled_tokens: int
+    new_block_ids: tuple[int, ...]  # appended to the row's block table before the step
+    samples: bool  # the step reaches the last known token, so its logits give the next one
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Applied in this order: retire, admit, extend block tables, one ragged forward, sample."""
+
+    step: int
+    retired: tuple[str, ...]  # leave the batch: finished, aborted, preempted or failed
+    admitted: tuple[Admission, ...]  # each also has a row
+    rows: tuple[ScheduledRow, ...]  # oldest request first
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_scheduled_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """New tokens of each sampling row, by request id; a row that failed alone is in `failed`.
+
+    A row may bring several tokens (speculation); it is never missing silently: every row with
+    `samples` is in exactly one of the two.
+    """
+
+    token_ids: dict[str, tuple[int, ...]]
+    failed: dict[str, ErrorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one step gave one request. Exactly one event of a request has a `finish_reason`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    step: int
+    time: float  # seconds, the engine's monotonic clock, at the end of the step
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None  # set exactly when finish_reason is ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts of the loaded model and its cache, found at start and never configured."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int  # tokens; the smallest of config, model and what the KV pool holds
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int  # tokens per KV block
+    bytes_per_block: int  # over all layers, K and V
+    device: str
+    dtype: str
+    attention: str  # the attention path that was chosen
+    implementation: str  # "native" or "transformers"
+
+
+class Executor(Protocol):
+    """Runs the model. Lives on the engine thread; built there and closed there."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step. May raise: the requests of the plan then fail, and a later plan retires
+        their rows, of which the executor may know all, some or none."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,87 @@
+"""Every cap on what one request may ask for, in one table.
+
+The engine's border (`serving/async_engine.py`, through `SamplingParams`) enforces the ones that
+concern the engine; the HTTP edge enforces the ones that concern bodies and text. A test walks the
+table at each cap and just past it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cb_backend.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A closed range for one numeric field. `above` makes the lower end exclusive."""
+
+    field: str
+    low: float
+    high: float
+    integer: bool = False
+    above: bool = False
+
+    def check(self, value: object) -> None:
+        """Raise InvalidRequestError unless `value` is a finite number inside the range."""
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+            kind = "an integer" if self.integer else "a number"
+            raise InvalidRequestError(
+                f"{self.field} must be {kind}, got {_short(value)}", field=self.field
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError(
+                f"{self.field} must be finite, got {value}; it may be {self.range_text}",
+                field=self.field,
+            )
+        if not (self.low < value if self.above else self.low <= value) or value > self.high:
+            raise InvalidRequestError(
+                f"{self.field} must be {self.range_text}, got {_short(value)}", field=self.field
+            )
+
+    @property
+    def range_text(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"at least {_number(self.low)}"
+        return f"{low} and at most {_number(self.high)}"
+
+
+INT64_MAX = 2**63 - 1
+
+TEMPERATURE = Limit("temperature", 0.0, 100.0)
+TOP_P = Limit("top_p", 0.0, 1.0, above=True)
+TOP_K = Limit("top_k", -1, 2**31 - 1, integer=True)
+MIN_P = Limit("min_p", 0.0, 1.0)
+SEED = Limit("seed", -(2**63), INT64_MAX, integer=True)
+MAX_TOKENS = Limit("max_tokens", 1, 2**31 - 1, integer=True)
+PRIORITY = Limit("priority", -(2**31), 2**31 - 1, integer=True)
+
+NUMERIC_LIMITS: tuple[Limit, ...] = (TEMPERATURE, TOP_P, TOP_K, MIN_P, SEED, MAX_TOKENS, PRIORITY)
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_CACHE_SALT_CHARS = 256
+
+# The HTTP edge.
+MAX_BODY_BYTES = 8 * 2**20
+MAX_JSON_DEPTH = 64
+MAX_MESSAGES = 4096
+MAX_PROMPTS_PER_REQUEST = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+
+
+def check_at_most(field: str, count: int, limit: int, unit: str) -> None:
+    """Raise InvalidRequestError when `count` of something is past its cap."""
+    if count > limit:
+        raise InvalidRequestError(
+            f"{field} may have at most {limit} {unit}, got {count}", field=field
+        )
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) > 1e6 else f"{value:g}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

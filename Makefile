@@ -1,0 +1,51 @@
+# `make serve` and `make test` are all that a new clone needs. PORT, CB_MODEL and PYTHON may be set.
+
+PYTHON ?= python3.11
+PORT ?= 3000
+BIN := .venv/bin
+STAMP := .venv/installed
+
+# BentoML reports usage over the network unless it is told not to.
+export BENTOML_DO_NOT_TRACK ?= True
+
+.PHONY: serve model test lint bench bench-peers build clean
+
+serve: $(STAMP)
+ifeq ($(strip $(CB_MODEL)),)
+	@$(BIN)/python -m cb_backend.default_model
+endif
+	@exec $(BIN)/bentoml serve . --port $(PORT)
+
+# The default model in BentoML's model store; quick when it is there.
+model: $(STAMP)
+	@$(BIN)/python -m cb_backend.default_model
+
+# Everything that needs no GPU. pytest comes last, so that its summary closes the output.
+test: lint model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench_engine.py $(BENCH_ARGS)
+
+# Beside vLLM's CPU build, in turns; the first run installs it (3.5 GB) into .venv-vllm.
+bench-peers: $(STAMP)
+	$(BIN)/python benchmarks/bench_peer_vllm.py $(BENCH_ARGS)
+
+# A Bento in BentoML's store, with the default model pinned to it.
+build: model
+	$(BIN)/bentoml build
+
+clean:
+	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# The stamp is written last: an install that was cut off starts over.
+$(STAMP): constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt setuptools
+	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[default-model,dev]'
+	@touch $@

@@ -122,8 +122,10 @@ def is_complete(folder: Path) -> bool:
             header = json.loads(file.read(header_bytes))
         except ValueError:
             return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return weights.stat().st_size == 8 + header_bytes + max(ends)
+    data_bytes: int = max(
+        entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+    )
+    return weights.stat().st_size == 8 + header_bytes + data_bytes
 
 
 def download(folder: Path, progress: Progress) -> Path:
@@ -171,7 +173,7 @@ def convert(gguf: Path, folder: Path) -> None:
     )
 
     loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     config = loaded.config
     # transformers does not save a model that it believes to be quantized; ours no longer is.
@@ -181,14 +183,19 @@ def convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=loaded.state_dict(), dtype=torch.bfloat16
     )
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=END_OF_TURN, pad_token_id=END_OF_TURN
+    model.generation_config = GenerationConfig.from_dict(
+        {
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": END_OF_TURN,
+            "pad_token_id": END_OF_TURN,
+        }
     )
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = CONTEXT
     _split_digits(tokenizer)
     tokenizer.save_pretrained(folder)
+    (folder / WEIGHTS).chmod(0o644)  # like the rest; a container serves it as another user
 
 
 def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it. Owned by the engine thread from submit to its last event."""
+"""One request as the scheduler sees it. The engine thread's own, from submit to the last event."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.errors import InternalError
 
 
 class RequestStatus(IntEnum):
@@ -58,6 +59,23 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    def append_output(
+        self, sampled: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Keep what a step sampled, up to the end; returns what was kept and why it ended, if so.
+
+        A stop token at the very last place counts as STOP: the model did end there.
+        """
+        if not sampled:
+            raise InternalError(f"a sampling row brought no token for {self!r}")
+        for count, token_id in enumerate(sampled, 1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                return sampled[:count], FinishReason.STOP
+            if self.num_output_tokens == self.max_tokens:
+                return sampled[:count], FinishReason.LENGTH
+        return sampled, None
 
     def __repr__(self) -> str:
         return (

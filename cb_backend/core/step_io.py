@@ -21,7 +21,7 @@ class Admission:
     request_id: str
     token_ids: tuple[int, ...]  # all known tokens: prompt and, when resumed, output so far
     num_prompt_tokens: int
-    num_computed_tokens: int  # leading tokens whose K and V already lie in `block_ids`
+    num_computed_tokens: int  # leading tokens whose K and V already lie in the row's blocks
     params: SamplingParams
     seed: int
 
@@ -36,7 +36,7 @@ class ScheduledRow:
     request_id: str
     num_computed_tokens: int  # before this step
     num_scheduled_tokens: int
-    new_block_ids: tuple[int, ...]  # appended to the row's block table before the step
+    new_block_ids: tuple[int, ...]  # appended to the row's block table, which an admission empties
     samples: bool  # the step reaches the last known token, so its logits give the next one
 
 

@@ -1,0 +1,154 @@
+"""What must always be true of the scheduler, as named checks. Engine thread only.
+
+They run after every step in tests and under `check_invariants`, else whenever the engine falls
+idle and after a failed step. Each raises InvariantError that begins with its own name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from cb_backend.core.request import RequestStatus
+from cb_backend.core.scheduler import Scheduler
+from cb_backend.core.step_io import StepPlan
+from cb_backend.errors import InvariantError
+
+
+def every_block_has_one_state(scheduler: Scheduler) -> None:
+    """free + idle + in use = all blocks, disjoint."""
+    pool = scheduler.pool
+    free, idle = pool.free_blocks, pool.idle_blocks
+    in_use = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+    everything = Counter([*free, *idle, *in_use])
+    if everything != Counter(range(pool.num_blocks)):
+        odd = {block_id: n for block_id, n in everything.items() if n != 1}
+        lost = set(range(pool.num_blocks)) - set(everything)
+        raise InvariantError(f"every_block_has_one_state: counted {odd} times, lost {lost}")
+
+
+def ref_counts_equal_owners(scheduler: Scheduler) -> None:
+    """The stored count of each block is the number of running requests whose table has it."""
+    owners = Counter(b for r in scheduler.running.values() for b in r.block_table)
+    for block_id, count in enumerate(scheduler.pool.ref_counts):
+        if owners[block_id] != count:
+            raise InvariantError(
+                f"ref_counts_equal_owners: block {block_id} has {owners[block_id]} owners,"
+                f" ref_count {count}"
+            )
+
+
+def only_running_requests_own_blocks(scheduler: Scheduler) -> None:
+    for request in scheduler.waiting.values():
+        if request.block_table or request.num_computed_tokens:
+            raise InvariantError(f"only_running_requests_own_blocks: {request!r} waits")
+    if not scheduler.running and scheduler.pool.num_in_use:
+        raise InvariantError(
+            f"only_running_requests_own_blocks: {scheduler.pool.num_in_use} in use by nobody"
+        )
+
+
+def every_request_has_one_home(scheduler: Scheduler) -> None:
+    both = scheduler.running.keys() & scheduler.waiting.keys()
+    if both:
+        raise InvariantError(f"every_request_has_one_home: {sorted(both)} run and wait")
+    for request in scheduler.running.values():
+        if request.status is not RequestStatus.RUNNING:
+            raise InvariantError(f"every_request_has_one_home: {request!r} is among the running")
+    for request in scheduler.waiting.values():
+        if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            raise InvariantError(f"every_request_has_one_home: {request!r} is among the waiting")
+    if len(scheduler.running) > scheduler.limits.max_num_seqs:
+        raise InvariantError(
+            f"every_request_has_one_home: {len(scheduler.running)} run,"
+            f" max_num_seqs is {scheduler.limits.max_num_seqs}"
+        )
+
+
+def counts_are_ordered(scheduler: Scheduler) -> None:
+    """computed <= known, output <= max_tokens, and the table covers what is computed."""
+    for request in [*scheduler.running.values(), *scheduler.waiting.values()]:
+        covered = len(request.block_table) * scheduler.limits.block_size
+        if not request.num_computed_tokens <= min(covered, request.num_tokens):
+            raise InvariantError(f"counts_are_ordered: computed of {request!r}")
+        if not 0 <= request.num_output_tokens <= request.max_tokens:
+            raise InvariantError(f"counts_are_ordered: output of {request!r}")
+
+
+def cache_index_matches_pool(scheduler: Scheduler) -> None:
+    """The prefix cache knows exactly what the pool holds as cached, and nothing free."""
+    indexed = scheduler.prefix_cache.indexed_blocks
+    if indexed.keys() != scheduler.pool.cached_blocks or len(set(indexed.values())) != len(indexed):
+        raise InvariantError("cache_index_matches_pool: index and pool disagree")
+    if free := indexed.keys() & set(scheduler.pool.free_blocks):
+        raise InvariantError(f"cache_index_matches_pool: free blocks {free} are indexed")
+    for request in scheduler.running.values():
+        full = request.num_computed_tokens // scheduler.limits.block_size
+        for index, block_id in enumerate(request.block_table):
+            digest = indexed.get(block_id)
+            if digest is not None and (index >= full or digest != request.block_hashes[index]):
+                raise InvariantError(f"cache_index_matches_pool: block {block_id} of {request!r}")
+
+
+SCHEDULER_INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
+    every_block_has_one_state,
+    ref_counts_equal_owners,
+    only_running_requests_own_blocks,
+    every_request_has_one_home,
+    counts_are_ordered,
+    cache_index_matches_pool,
+)
+
+
+def budget_is_kept(scheduler: Scheduler, plan: StepPlan) -> None:
+    if plan.num_tokens > scheduler.limits.max_num_batched_tokens:
+        raise InvariantError(
+            f"budget_is_kept: {plan.num_tokens} tokens in step {plan.step},"
+            f" budget {scheduler.limits.max_num_batched_tokens}"
+        )
+
+
+def work_makes_progress(scheduler: Scheduler, plan: StepPlan) -> None:
+    """While a request lives, a step computes something; and no running one is left out."""
+    if scheduler.has_work and not plan.rows:
+        raise InvariantError(f"work_makes_progress: step {plan.step} is empty, requests wait")
+    missing = scheduler.running.keys() - {row.request_id for row in plan.rows}
+    if missing:
+        raise InvariantError(f"work_makes_progress: {sorted(missing)} run without a row")
+
+
+def written_slots_are_private(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Every position this step writes lies in a block of one owner that no reader can find yet."""
+    block_size = scheduler.limits.block_size
+    seen: set[int] = set()
+    for row in plan.rows:
+        request = scheduler.running[row.request_id]
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        first, last = row.num_computed_tokens // block_size, (end - 1) // block_size
+        if row.num_scheduled_tokens < 1 or last >= len(request.block_table):
+            raise InvariantError(f"written_slots_are_private: table of {request!r} is too short")
+        written = request.block_table[first : last + 1]
+        for block_id in written:
+            shared = scheduler.pool.ref_counts[block_id] != 1 or block_id in seen
+            if shared or block_id in scheduler.pool.cached_blocks:
+                raise InvariantError(f"written_slots_are_private: block {block_id} of {request!r}")
+        seen.update(written)
+
+
+PLAN_INVARIANTS: tuple[Callable[[Scheduler, StepPlan], None], ...] = (
+    budget_is_kept,
+    work_makes_progress,
+    written_slots_are_private,
+)
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """All checks that hold between steps. Raises InvariantError."""
+    for check in SCHEDULER_INVARIANTS:
+        check(scheduler)
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """All checks that hold between `schedule()` and `update()`. Raises InvariantError."""
+    for check in PLAN_INVARIANTS:
+        check(scheduler, plan)

@@ -1,0 +1,151 @@
+"""Engine: a scheduler, an executor and a clock, stepped by whoever built it (the engine thread)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cb_backend.config import EngineConfig
+from cb_backend.core.invariants import check_plan, check_scheduler
+from cb_backend.core.request import FinishReason, Request
+from cb_backend.core.scheduler import Scheduler, SchedulerLimits
+from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
+from cb_backend.engine.stats import EngineStats, StatsRecorder, StepRecord
+from cb_backend.errors import ErrorInfo, InvalidRequestError, RequestFailedError, WrongThreadError
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Owns all scheduler, KV and device state. Every method but `stats` asserts the thread."""
+
+    def __init__(
+        self, config: EngineConfig, executor: Executor, clock: Callable[[], float]
+    ) -> None:
+        self.executor = executor
+        self.scheduler = Scheduler(_scheduler_limits(config, executor.model_info))
+        self.recorder = StatsRecorder()
+        self._check_every_step = config.check_invariants
+        self._clock = clock
+        self._thread_id = threading.get_ident()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self.executor.model_info
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> list[TokenEvent]:
+        """Queue a request; one that can never fit ends at once, with an error event."""
+        self._assert_thread()
+        try:
+            self.scheduler.add(request)
+        except InvalidRequestError as error:
+            return self._record([self._refusal(request, error.info())])
+        self.recorder.prompt_tokens += request.num_prompt_tokens
+        return []
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        self._assert_thread()
+        return self._record(self.scheduler.abort(request_id, self._clock()))
+
+    def step(self) -> list[TokenEvent]:
+        """One forward pass: what is known of every request grows, and some end."""
+        self._assert_thread()
+        started = self._clock()
+        plan = self.scheduler.schedule()
+        result = self._execute(plan)
+        events = self._update(plan, result)
+        self._log_step(plan, started, failed=isinstance(result, ErrorInfo))
+        return self._record(events)
+
+    def check(self) -> None:
+        """Raises InvariantError if the scheduler's books do not balance."""
+        check_scheduler(self.scheduler)
+
+    def close(self) -> None:
+        self._assert_thread()
+        self.executor.close()
+
+    def stats(self) -> EngineStats:
+        """A snapshot. Any thread."""
+        pool, recorder = self.scheduler.pool, self.recorder
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_usage=pool.num_in_use / pool.num_blocks,
+            steps=recorder.steps,
+            failed_steps=recorder.failed_steps,
+            preemptions=self.scheduler.num_preemptions,
+            computed_tokens=recorder.computed_tokens,
+            cached_tokens=self.scheduler.num_cached_tokens,
+            prompt_tokens=recorder.prompt_tokens,
+            generated_tokens=recorder.generated_tokens,
+            finished=dict(recorder.finished),
+        )
+
+    def _execute(self, plan: StepPlan) -> StepResult | ErrorInfo:
+        if self._check_every_step:
+            check_plan(self.scheduler, plan)
+        try:
+            return self.executor.execute(plan)
+        except Exception:
+            # Whatever the model, the kernels or the device raise: it is these requests' end and
+            # nobody else's. The text stays in the log, since it may hold another user's data.
+            logger.exception("step %d failed with %d requests", plan.step, len(plan.rows))
+            return RequestFailedError(f"the model failed in step {plan.step}").info()
+
+    def _update(self, plan: StepPlan, result: StepResult | ErrorInfo) -> list[TokenEvent]:
+        now = self._clock()
+        if isinstance(result, ErrorInfo):
+            events = self.scheduler.fail(plan, result, now)
+            self.check()
+            return events
+        events = self.scheduler.update(plan, result, now)
+        if self._check_every_step:
+            self.check()
+        return events
+
+    def _refusal(self, request: Request, error: ErrorInfo) -> TokenEvent:
+        return TokenEvent(
+            request_id=request.request_id,
+            token_ids=(),
+            step=self.recorder.steps,
+            time=self._clock(),
+            finish_reason=FinishReason.ERROR,
+            error=error,
+        )
+
+    def _log_step(self, plan: StepPlan, started: float, *, failed: bool) -> None:
+        now = self._clock()
+        record = StepRecord(
+            step=plan.step,
+            time=now,
+            seconds=now - started,
+            rows=tuple((row.request_id, row.num_scheduled_tokens) for row in plan.rows),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+        )
+        self.recorder.record_step(plan, record, failed=failed)
+
+    def _record(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        self.recorder.record_events(events)
+        return events
+
+    def _assert_thread(self) -> None:
+        if threading.get_ident() != self._thread_id:
+            raise WrongThreadError("the engine belongs to the thread that built it; use its inbox")
+
+
+def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
+    return SchedulerLimits(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_chunk=config.max_prefill_chunk or max(1, config.max_num_batched_tokens // 2),
+        enable_prefix_caching=config.enable_prefix_caching,
+    )

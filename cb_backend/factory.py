@@ -1,0 +1,30 @@
+"""From a config to a running engine: the one place that knows every layer."""
+
+from __future__ import annotations
+
+import time
+
+from cb_backend.config import EngineConfig
+from cb_backend.engine.engine import Engine
+from cb_backend.engine.engine_thread import EngineThread
+from cb_backend.serving.async_engine import AsyncEngine
+
+
+def create_engine(config: EngineConfig) -> AsyncEngine:
+    """Start the engine's thread and return at once; the model loads in that thread.
+
+    Until `is_ready`, requests are refused with EngineNotReadyError; a model that cannot be loaded
+    leaves the engine dead, and `status_text` says why.
+    """
+
+    def build() -> Engine:
+        # Imports torch and transformers: seconds that the caller's thread need not wait for.
+        from cb_backend.runtime.model_runner import load_model_runner
+
+        return Engine(config, load_model_runner(config), clock=time.monotonic)
+
+    thread = EngineThread(
+        build, step_timeout_s=config.step_timeout_s, drain_timeout_s=config.drain_timeout_s
+    )
+    thread.start()
+    return AsyncEngine(config, thread)

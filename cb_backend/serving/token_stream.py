@@ -1,0 +1,93 @@
+"""The reader's end of a request: a one-slot mailbox per request, and the loop's way in.
+
+A TokenStream lives on one asyncio loop and is touched only there. A LoopReceiver is the one object
+that the engine thread calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from cb_backend.core.step_io import TokenEvent
+from cb_backend.errors import error_from_info
+
+
+class LoopReceiver:
+    """A Receiver that moves each step's events onto `loop` with a single wake-up."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_batch: Callable[[list[TokenEvent]], None]
+    ) -> None:
+        self._loop = loop
+        self._on_batch = on_batch
+
+    def deliver(self, events: list[TokenEvent]) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(self._on_batch, events)
+        except RuntimeError:  # what asyncio raises for a closed loop: nobody is left to read
+            return False
+        return True
+
+
+class TokenStream:
+    """An async iterator over one request's events; the last one has a finish_reason.
+
+    Unread events are merged into one, so a reader that stalls costs a token list, not a queue of
+    objects, and never holds up the engine.
+    """
+
+    def __init__(self, on_drop: Callable[[], None]) -> None:
+        self._on_drop = on_drop
+        self._unread: TokenEvent | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._finished = False  # the terminal event has been put
+        self._closed = False  # the reader has had the terminal event, or has left
+
+    def put(self, event: TokenEvent) -> None:
+        """Called in the order of the steps. Nothing may follow a terminal event."""
+        if self._finished:
+            raise AssertionError(f"event after the last one of {event.request_id}")
+        self._finished = event.finish_reason is not None
+        self._unread = event if self._unread is None else _merge(self._unread, event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """Raises the request's error, as an exception of errors.py, if that is how it ended."""
+        if self._closed:
+            raise StopAsyncIteration
+        while self._unread is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        event, self._unread = self._unread, None
+        if event.error is not None and event.token_ids:
+            # The tokens that came before the failure are the reader's; the error comes next.
+            self._unread = replace(event, token_ids=())
+            return replace(event, finish_reason=None, error=None)
+        self._closed = event.finish_reason is not None
+        if event.error is not None:
+            raise error_from_info(event.error)
+        return event
+
+    async def aclose(self) -> None:
+        """Leave. Calls `on_drop` when the request has not ended yet; may be called again."""
+        if not self._finished and not self._closed:
+            self._on_drop()
+        self._closed = True
+        self._unread = None
+
+
+def _merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
+    )

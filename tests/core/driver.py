@@ -1,0 +1,76 @@
+"""A scheduler and a shadow executor, stepped by hand with every invariant checked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from cb_backend.core.invariants import check_plan, check_scheduler
+from cb_backend.core.request import FinishReason, Request
+from cb_backend.core.scheduler import Scheduler, SchedulerLimits
+from cb_backend.core.step_io import StepPlan, TokenEvent
+from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing
+
+
+def make_limits(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_prefill_chunk: int = 16,
+    enable_prefix_caching: bool = True,
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=max_prefill_chunk,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+
+
+class Driver:
+    """`step()` is the engine's loop body without thread or clock."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.scheduler = Scheduler(limits)
+        info = make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        self.executor = ShadowExecutor(info, next_token=next_by_hashing)
+        self.output: dict[str, list[int]] = defaultdict(list)
+        self.ended: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        check_plan(self.scheduler, plan)
+        self.take(self.scheduler.update(plan, self.executor.execute(plan), now=float(plan.step)))
+        check_scheduler(self.scheduler)
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def abort(self, request_id: str) -> None:
+        self.take(self.scheduler.abort(request_id, now=0.0))
+        check_scheduler(self.scheduler)
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.request_id not in self.ended, "an event after the last one"
+            self.output[event.request_id].extend(event.token_ids)
+            self.cached[event.request_id] = event.num_cached_tokens
+            if event.finish_reason is not None:
+                self.ended[event.request_id] = event.finish_reason
+
+
+def shares(plan: StepPlan) -> dict[str, int]:
+    return {row.request_id: row.num_scheduled_tokens for row in plan.rows}

@@ -1,0 +1,174 @@
+"""Fakes that reveal disorder: an executor without a model that checks what the scheduler does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cb_backend.core.request import Request
+from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.core.step_io import (
+    Admission,
+    ModelInfo,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
+from cb_backend.errors import ErrorInfo
+
+VOCAB_SIZE = 1000
+POISON = -7
+
+
+def make_model_info(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> ModelInfo:
+    return ModelInfo(
+        model_name="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len or num_blocks * block_size,
+        eos_token_ids=eos_token_ids,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        bytes_per_block=block_size * 8,
+        device="cpu",
+        dtype="int64",
+        attention="fake",
+        implementation="native",
+    )
+
+
+def next_by_counting(token_ids: Sequence[int]) -> int:
+    """Last token + 1, so that a lost, repeated or swapped token shows in the output."""
+    return (token_ids[-1] + 1) % VOCAB_SIZE
+
+
+def next_by_hashing(token_ids: Sequence[int]) -> int:
+    """Depends on every token before it, so that reading one wrong slot changes all that follows."""
+    state = 17
+    for token_id in token_ids:
+        state = (state * 1_000_003 + token_id + 1) % 2_147_483_647
+    return state % VOCAB_SIZE
+
+
+@dataclass(slots=True)
+class _Row:
+    token_ids: list[int]
+    block_table: list[int] = field(default_factory=list)
+
+
+class ShadowExecutor:
+    """Keeps token ids where a model would keep K and V, and reads them back for the next token.
+
+    Any fault of paging, sharing, preemption or retirement therefore changes the output or raises.
+    `before_step` may raise or block, to play a device that does; `fail_rows` names rows that fail
+    alone.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo | None = None,
+        *,
+        next_token: Callable[[Sequence[int]], int] = next_by_counting,
+        before_step: Callable[[StepPlan], None] = lambda plan: None,
+    ) -> None:
+        self.info = info or make_model_info()
+        self.plans: list[StepPlan] = []
+        self.fail_rows: set[str] = set()
+        self.closed = threading.Event()
+        self._next_token = next_token
+        self._before_step = before_step
+        self._rows: dict[str, _Row] = {}
+        self._cache = [
+            [POISON] * self.info.block_size for _ in range(self.info.num_blocks)
+        ]  # [N, block_size]
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self.info
+
+    @property
+    def batch(self) -> set[str]:
+        return set(self._rows)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for request_id in plan.retired:
+            self._rows.pop(request_id, None)
+        for admission in plan.admitted:
+            self._admit(admission)
+        self._before_step(plan)
+        result = StepResult(token_ids={}, failed={})
+        for row in plan.rows:
+            self._extend(row)
+        for row in plan.rows:
+            self._write(row)
+        for row in plan.rows:
+            if row.request_id in self.fail_rows:
+                result.failed[row.request_id] = ErrorInfo("request_failed", "told to fail")
+            elif row.samples:
+                result.token_ids[row.request_id] = (self._sample(row),)
+        return result
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def _admit(self, admission: Admission) -> None:
+        self._rows[admission.request_id] = _Row(list(admission.token_ids))
+
+    def _extend(self, scheduled: ScheduledRow) -> None:
+        self._rows[scheduled.request_id].block_table.extend(scheduled.new_block_ids)
+
+    def _write(self, scheduled: ScheduledRow) -> None:
+        row, start = self._rows[scheduled.request_id], scheduled.num_computed_tokens
+        for position in range(start, start + scheduled.num_scheduled_tokens):
+            block_id = row.block_table[position // self.info.block_size]
+            self._cache[block_id][position % self.info.block_size] = row.token_ids[position]
+
+    def _sample(self, scheduled: ScheduledRow) -> int:
+        row = self._rows[scheduled.request_id]
+        end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+        assert end == len(row.token_ids), f"{scheduled} samples before its last known token"
+        size = self.info.block_size
+        gathered = [self._cache[row.block_table[p // size]][p % size] for p in range(end)]
+        token_id = self._next_token(gathered)
+        row.token_ids.append(token_id)
+        return token_id
+
+
+def solo_output(
+    prompt: Sequence[int],
+    num_tokens: int,
+    next_token: Callable[[Sequence[int]], int] = next_by_counting,
+) -> list[int]:
+    """What a request must bring, whoever shares its steps."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    stop_token_ids: Sequence[int] = (),
+    cache_salt: str = "",
+) -> Request:
+    return Request(
+        request_id=request_id,
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(stop_token_ids),
+        seed=0,
+        arrival_time=0.0,
+        cache_salt=cache_salt,
+    )

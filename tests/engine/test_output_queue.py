@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from cb_backend.core.request import FinishReason
+from cb_backend.core.step_io import TokenEvent
+from cb_backend.engine.output_queue import OutputQueue
+from cb_backend.errors import EngineDeadError
+from tests.fakes import RecordingReceiver
+
+
+def event(request_id: str, *token_ids: int, finish: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent(
+        request_id=request_id, token_ids=token_ids, step=1, time=0.0, finish_reason=finish
+    )
+
+
+def test_a_receiver_is_called_once_per_step_with_all_its_events_in_order() -> None:
+    queue, first, second = OutputQueue(), RecordingReceiver(), RecordingReceiver()
+    for request_id, receiver in (("a", first), ("b", second), ("c", first)):
+        queue.register(request_id, receiver)
+    queue.publish([event("c", 1), event("b", 2), event("a", 3)])
+    assert [[e.request_id for e in batch] for batch in first.batches] == [["c", "a"]]
+    assert [[e.request_id for e in batch] for batch in second.batches] == [["b"]]
+
+
+def test_nothing_follows_a_terminal_event() -> None:
+    queue, receiver = OutputQueue(), RecordingReceiver()
+    queue.register("a", receiver)
+    queue.publish([event("a", 1, finish=FinishReason.STOP)])
+    queue.publish([event("a", 2)])
+    assert queue.fail_all(EngineDeadError("x"), step=2, now=0.0, final=False) == 0
+    assert [e.token_ids for e in receiver.events] == [(1,)]
+    assert len(queue) == 0
+
+
+def test_fail_all_ends_every_live_request_with_the_error() -> None:
+    queue, receiver = OutputQueue(), RecordingReceiver()
+    queue.register("a", receiver)
+    queue.register("b", receiver)
+    assert queue.fail_all(EngineDeadError("it died"), step=2, now=0.0, final=False) == 2
+    assert {e.request_id for e in receiver.events} == {"a", "b"}
+    for ended in receiver.events:
+        assert ended.finish_reason is FinishReason.ERROR
+        assert ended.error is not None
+        assert ended.error.message == "it died"
+    queue.register("c", receiver)  # not final: life goes on
+
+
+def test_after_the_final_failure_later_requests_get_the_same_error() -> None:
+    queue = OutputQueue()
+    queue.fail_all(EngineDeadError("it died"), step=0, now=0.0, final=True)
+    with pytest.raises(EngineDeadError, match="it died"):
+        queue.register("late", RecordingReceiver())
+
+
+def test_requests_of_a_receiver_that_is_gone_are_named() -> None:
+    queue, gone, alive = OutputQueue(), RecordingReceiver(gone=True), RecordingReceiver()
+    queue.register("a", gone)
+    queue.register("b", gone)
+    queue.register("c", alive)
+    assert queue.publish([event("a", 1), event("c", 1)]) == ["a", "b"]
+
+
+def test_request_ids_of_names_only_the_live_requests_of_that_receiver() -> None:
+    queue, first, second = OutputQueue(), RecordingReceiver(), RecordingReceiver()
+    for request_id, receiver in (("a", first), ("b", second), ("c", first)):
+        queue.register(request_id, receiver)
+    queue.publish([event("a", finish=FinishReason.LENGTH)])
+    assert queue.request_ids_of(first) == ["c"]
+
+
+def test_registering_from_many_threads_while_publishing_loses_nothing() -> None:
+    queue, receiver = OutputQueue(), RecordingReceiver()
+
+    def register(worker: int) -> None:
+        for number in range(200):
+            queue.register(f"{worker}-{number}", receiver)
+
+    threads = [threading.Thread(target=register, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        queue.publish([event("0-0", 1)])
+    for thread in threads:
+        thread.join()
+    assert queue.fail_all(EngineDeadError("x"), step=0, now=0.0, final=False) == 800

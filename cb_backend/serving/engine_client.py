@@ -1,16 +1,22 @@
 """How a service reaches an engine: one interface, in this process or over the runner's URL.
 
-Runs on the asyncio loop. (LocalClient and RemoteClient stand below the interface.)
+Runs on the asyncio loop. RemoteClient is in remote_client.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import ModelInfo, TokenEvent
+from cb_backend.serving.metrics import EngineMetrics, RequestTimer
+
+if TYPE_CHECKING:
+    from cb_backend.serving.async_engine import AsyncEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +29,20 @@ class GenerateRequest:
     priority: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    ready: bool  # takes requests
+    alive: bool  # false only when the engine is beyond use
+    status: str  # for people
+
+
 class EngineClient(Protocol):
     async def model_info(self) -> ModelInfo:
         """Raises EngineNotReadyError while the model loads, EngineDeadError once it is dead."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Never raises: an engine that does not answer is reported, in words."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
@@ -38,3 +55,33 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class LocalClient:
+    """An engine in this process. Closing the client leaves the engine to whoever made it."""
+
+    def __init__(self, engine: AsyncEngine, metrics: EngineMetrics | None = None) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    async def model_info(self) -> ModelInfo:
+        return self._engine.model_info()
+
+    async def health(self) -> EngineHealth:
+        return health_of(self._engine)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        timer = RequestTimer(self._metrics, time.monotonic()) if self._metrics else None
+        events = cast("AsyncGenerator[TokenEvent, None]", self._engine.generate(request))
+        async with aclosing(events):
+            async for event in events:
+                if timer is not None:
+                    timer.observe(event)
+                yield event
+
+    async def close(self) -> None:
+        pass
+
+
+def health_of(engine: AsyncEngine) -> EngineHealth:
+    return EngineHealth(engine.is_ready, engine.is_alive, engine.status_text)

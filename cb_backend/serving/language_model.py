@@ -1,0 +1,134 @@
+"""Text in, text out, over an engine: what the OpenAI routes and a user's own service call.
+
+Runs on the asyncio loop; tokens come from an EngineClient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from cb_backend.core.request import FinishReason
+from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.core.step_io import ModelInfo, TokenEvent
+from cb_backend.errors import InvalidRequestError, RequestFailedError
+from cb_backend.serving.chat import Message
+from cb_backend.serving.engine_client import EngineClient, GenerateRequest
+from cb_backend.serving.stop_strings import StopStrings
+from cb_backend.serving.text_codec import TextCodec
+
+TextFinish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What new tokens add to the text. The last delta of a request has a finish reason."""
+
+    text: str  # may be empty: a character or a stop string may still be unfinished
+    num_tokens: int  # all output tokens so far
+    num_cached_tokens: int  # prompt tokens that the prefix cache saved
+    finish_reason: TextFinish | None = None
+
+
+class LanguageModel:
+    def __init__(self, engine: EngineClient, codec: TextCodec) -> None:
+        self._engine = engine
+        self.codec = codec
+        self._info: ModelInfo | None = None
+
+    async def info(self) -> ModelInfo:
+        """Raises EngineUnavailableError until the engine has loaded the model once."""
+        if self._info is None:
+            self._info = await self._engine.model_info()
+        return self._info
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises PromptTooLongError for a text beyond any hope of fitting the context."""
+        limit = (await self.info()).max_model_len
+        return await self.codec.encode(
+            text, max_tokens=limit, add_special_tokens=add_special_tokens
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        limit = (await self.info()).max_model_len
+        return await self.codec.encode_chat(
+            messages, max_tokens=limit, add_generation_prompt=add_generation_prompt
+        )
+
+    async def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> AsyncGenerator[str, None]:
+        """The answer's text, piece by piece. Leaving the loop early aborts the request."""
+        prompt = await self.encode_chat(messages)
+        deltas = self.generate(
+            GenerateRequest(prompt_token_ids=prompt, params=params or SamplingParams())
+        )
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if delta.text:
+                    yield delta.text
+
+    async def generate(
+        self, request: GenerateRequest, stop: Sequence[str] = ()
+    ) -> AsyncGenerator[TextDelta, None]:
+        """One delta per delivery of the engine. Closing the generator aborts the request."""
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("prompt is empty: it has no tokens", field="prompt")
+        text = _TextAssembly(self.codec, stop)
+        # A client's generate is an async generator; the protocol can only say iterator.
+        events = cast("AsyncGenerator[TokenEvent, None]", self._engine.generate(request))
+        async with aclosing(events):
+            async for event in events:
+                delta = text.add(event)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        raise RequestFailedError("the engine ended the stream without a finish reason")
+
+
+class _TextAssembly:
+    """Events to text, one token at a time, so that merged events give the same text."""
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str]) -> None:
+        self._detokenizer = codec.detokenizer()
+        self._stop = StopStrings(stop)
+        self._num_tokens = 0
+        self._num_cached_tokens = 0
+
+    def add(self, event: TokenEvent) -> TextDelta:
+        if event.finish_reason is FinishReason.ABORT:
+            raise RequestFailedError("the request was aborted")
+        self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+        text, stopped = self._add_tokens(_text_tokens(event))
+        if stopped:
+            return self._delta(text, "stop")
+        self._num_tokens += len(event.token_ids) - len(_text_tokens(event))
+        if event.finish_reason is None:
+            return self._delta(text)
+        tail, stopped = self._stop.feed(self._detokenizer.flush())
+        if not stopped:
+            tail += self._stop.flush()
+        finish: TextFinish = "length" if event.finish_reason is FinishReason.LENGTH else "stop"
+        return self._delta(text + tail, "stop" if stopped else finish)
+
+    def _add_tokens(self, token_ids: Iterable[int]) -> tuple[str, bool]:
+        pieces: list[str] = []
+        for token_id in token_ids:
+            self._num_tokens += 1
+            piece, stopped = self._stop.feed(self._detokenizer.feed(token_id))
+            pieces.append(piece)
+            if stopped:
+                return "".join(pieces), True
+        return "".join(pieces), False
+
+    def _delta(self, text: str, finish_reason: TextFinish | None = None) -> TextDelta:
+        return TextDelta(text, self._num_tokens, self._num_cached_tokens, finish_reason)
+
+
+def _text_tokens(event: TokenEvent) -> tuple[int, ...]:
+    """The token that stops a request, its end-of-text or a stop token id, is counted, not shown."""
+    return event.token_ids[:-1] if event.finish_reason is FinishReason.STOP else event.token_ids

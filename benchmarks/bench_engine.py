@@ -1,0 +1,141 @@
+"""The engine in this process, without HTTP, over the shared workload.
+
+    python benchmarks/bench_engine.py [--repeat N]
+
+Takes the CB_* settings; without CB_MODEL it takes the default model. Prints each run and appends
+all of them to results/engine.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from itertools import pairwise
+
+import record
+from workload import workload
+
+from cb_backend import default_model
+from cb_backend.config import EngineConfig
+from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.factory import create_engine
+from cb_backend.serving.async_engine import AsyncEngine
+from cb_backend.serving.engine_client import GenerateRequest
+from cb_backend.serving.model_source import model_source
+from cb_backend.serving.settings import DEFAULT_MODEL, config_from_env
+
+Requests = list[tuple[list[int], int]]
+NUM_WARM_UP = 8  # requests
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    seconds: float
+    output_tok_s: float
+    total_tok_s: float
+    ttft_ms: dict[str, float]
+    itl_ms: dict[str, float]
+
+    def __str__(self) -> str:
+        def line(name: str, values: dict[str, float]) -> str:
+            return f"{name} ms " + " ".join(f"{key} {value:.1f}" for key, value in values.items())
+
+        return (
+            f"{self.seconds:.2f} s  {self.output_tok_s:.1f} output tok/s "
+            f" {self.total_tok_s:.1f} total tok/s  {line('TTFT', self.ttft_ms)} "
+            f" {line('ITL', self.itl_ms)}"
+        )
+
+
+async def measure(engine: AsyncEngine, requests: Requests, *, cache_salt: str) -> Run:
+    """Submit all at once. A salt of its own gives a run a cold prefix cache."""
+    started = time.monotonic()
+    times = await asyncio.gather(
+        *(_token_times(engine, prompt, count, cache_salt) for prompt, count in requests)
+    )
+    seconds = max(of_request[-1] for of_request in times) - started
+    num_output = sum(len(of_request) for of_request in times)
+    assert num_output == sum(count for _, count in requests)
+    num_prompt = sum(len(prompt) for prompt, _ in requests)
+    gaps = [later - earlier for of_request in times for earlier, later in pairwise(of_request)]
+    return Run(
+        seconds=seconds,
+        output_tok_s=num_output / seconds,
+        total_tok_s=(num_output + num_prompt) / seconds,
+        ttft_ms=record.percentiles([1e3 * (of_request[0] - started) for of_request in times]),
+        itl_ms=record.percentiles([1e3 * gap for gap in gaps]),
+    )
+
+
+async def _token_times(
+    engine: AsyncEngine, prompt: list[int], num_output: int, cache_salt: str
+) -> list[float]:
+    """When each output token was there, by the engine's clock (time.monotonic)."""
+    request = GenerateRequest(
+        prompt_token_ids=prompt,
+        params=SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True),
+        cache_salt=cache_salt,
+    )
+    return [event.time async for event in engine.generate(request) for _ in event.token_ids]
+
+
+async def load(config: EngineConfig) -> AsyncEngine:
+    """A running engine that has computed something already."""
+    engine = create_engine(config)
+    while not engine.is_ready:
+        if not engine.is_alive:
+            sys.exit(f"error: {engine.status_text}")
+        await asyncio.sleep(0.05)
+    await measure(engine, workload(seed=1)[:NUM_WARM_UP], cache_salt="warm up")
+    return engine
+
+
+def config() -> EngineConfig:
+    settings = config_from_env()
+    if settings.model == DEFAULT_MODEL:
+        return dataclasses.replace(settings, model=str(default_model.put_into_store()))
+    return dataclasses.replace(settings, model=str(model_source(settings.model).folder()))
+
+
+async def bench(repeat: int) -> None:
+    settings = config()
+    started = time.monotonic()
+    engine = await load(settings)
+    info = engine.model_info()
+    print(f"{info}\nloaded and warm after {time.monotonic() - started:.1f} s", flush=True)
+    runs = []
+    for index in range(repeat):
+        runs.append(await measure(engine, workload(), cache_salt=f"run {index}"))
+        print(runs[-1], flush=True)
+    engine.close()
+    file = record.append(
+        "engine",
+        {
+            "model": dataclasses.asdict(info),
+            "config": dataclasses.asdict(dataclasses.replace(settings, model=info.model_name)),
+            "runs": [dataclasses.asdict(run) for run in runs],
+        },
+    )
+    print(f"appended to {file.relative_to(record.ROOT)}")
+
+
+async def answer_commands() -> None:
+    """For bench_peer_vllm.py: one run, and its result in one line, for each line that comes in."""
+    engine = await load(config())
+    print("READY", flush=True)
+    for index, _ in enumerate(sys.stdin):
+        run = await measure(engine, workload(), cache_salt=f"run {index}")
+        print("RESULT", json.dumps(dataclasses.asdict(run)), flush=True)
+    engine.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=3, help="runs (default 3)")
+    parser.add_argument("--on-command", action="store_true", help="one run for each line of stdin")
+    arguments = parser.parse_args()
+    asyncio.run(answer_commands() if arguments.on_command else bench(arguments.repeat))

@@ -1,0 +1,74 @@
+"""No file, function or class grows past what a reader holds in mind, unless the list says why."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.source import PRODUCT_FOLDERS, SourceFile, source_files
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+MAX_CLASS_METHODS = 15
+
+# What is too large, and why it stays so. An entry that is no longer needed fails a test.
+ALLOWED: dict[str, str] = {}
+
+
+def oversized(file: SourceFile) -> Iterator[tuple[str, str]]:
+    """The name of each thing that is too large, and its size in words."""
+    num_lines = len(file.text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield file.path, f"{num_lines} lines, at most {MAX_FILE_LINES}"
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            num_lines = node.end_lineno - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{file}:{node.name}", f"{num_lines} lines, at most {MAX_FUNCTION_LINES}"
+        elif isinstance(node, ast.ClassDef):
+            num_methods = sum(
+                isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) for child in node.body
+            )
+            if num_methods > MAX_CLASS_METHODS:
+                yield f"{file}:{node.name}", f"{num_methods} methods, at most {MAX_CLASS_METHODS}"
+
+
+@pytest.mark.parametrize("file", source_files(*PRODUCT_FOLDERS), ids=str)
+def test_a_file_and_what_is_in_it_stay_small(file: SourceFile) -> None:
+    assert {name: size for name, size in oversized(file) if name not in ALLOWED} == {}
+
+
+def test_every_exception_is_still_needed_and_has_a_reason() -> None:
+    found = {name for file in source_files(*PRODUCT_FOLDERS) for name, _ in oversized(file)}
+    assert set(ALLOWED) <= found
+    assert all(reason.strip() for reason in ALLOWED.values())
+
+
+def _lines(num_lines: int) -> str:
+    return "x = 1\n" * num_lines
+
+
+def _function(num_lines: int) -> str:
+    return "def long():\n" + "    x = 1\n" * (num_lines - 1)
+
+
+def _class(num_methods: int) -> str:
+    return "class Big:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(num_methods))
+
+
+@pytest.mark.parametrize(
+    ("at_the_limit", "past_it", "name"),
+    [
+        (_lines(300), _lines(301), "cb_backend/planted.py"),
+        (_function(50), _function(51), "cb_backend/planted.py:long"),
+        (_function(50), _function(51).replace("def", "async def"), "cb_backend/planted.py:long"),
+        (_class(15), _class(16), "cb_backend/planted.py:Big"),
+    ],
+    ids=["file", "function", "async function", "class"],
+)
+def test_a_planted_giant_is_found(at_the_limit: str, past_it: str, name: str) -> None:
+    assert list(oversized(SourceFile("cb_backend/planted.py", at_the_limit))) == []
+    assert [found for found, _ in oversized(SourceFile("cb_backend/planted.py", past_it))] == [name]

@@ -10,9 +10,11 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import bentoml
 from bentoml.exceptions import BentoMLException
+from bentoml.models import BentoModel
 
 from cb_backend.errors import ConfigError
 from cb_backend.serving.settings import DEFAULT_MODEL
@@ -61,6 +63,24 @@ class ModelSource:
                 field="model",
             )
         return folder
+
+
+class StoreModel(BentoModel):  # type: ignore[misc]  # BentoML's modules are untyped to mypy
+    """BentoML's reference to a stored model, which says what to do where there is none."""
+
+    def to_info(self, alias: str | None = None) -> Any:
+        self._check()
+        return super().to_info(alias)
+
+    def resolve(self, base_path: Any = None) -> Any:
+        self._check()
+        return super().resolve(base_path)
+
+    def _check(self) -> None:
+        try:
+            _store_folder(str(self.tag))
+        except ConfigError as error:
+            raise BentoMLException(error.message) from error
 
 
 def model_source(name: str) -> ModelSource:

@@ -41,6 +41,7 @@ class RunnerRoutes:
         self.metrics: EngineMetrics | None = None
         self._heartbeat_s = heartbeat_s
         self._sessions: dict[str, _Session] = {}
+        self._draining = False
 
     def application(self) -> Starlette:
         return Starlette(
@@ -53,6 +54,10 @@ class RunnerRoutes:
             ],
             exception_handlers={CBError: _on_cb_error},
         )
+
+    def start_drain(self) -> None:
+        """End each session with its last request: an open one would keep the server from ending."""
+        self._draining = True
 
     async def model_info(self, request: Request) -> Response:
         return JSONResponse(wire.encode_model_info(self._engine().model_info()))
@@ -88,7 +93,7 @@ class RunnerRoutes:
         self._sessions[session.id] = session
         try:
             yield wire.encode_hello(session.id)
-            while True:
+            while not (self._draining and session.is_idle):
                 try:
                     async with asyncio.timeout(self._heartbeat_s):
                         await session.has_unsent.wait()
@@ -119,6 +124,10 @@ class _Session:
         self._request_ids: dict[int, str] = {}
         self._timers: dict[str, RequestTimer] = {}
         self._unsent: list[bytes] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tags and not self._unsent
 
     def submit(self, submission: wire.Submission) -> str:
         submitted = time.monotonic()

@@ -19,7 +19,7 @@ from cb_backend.core.step_io import (
 from cb_backend.errors import ErrorInfo
 
 VOCAB_SIZE = 1000
-POISON = -7
+POISON = (-7, -7)
 
 
 def make_model_info(
@@ -53,7 +53,7 @@ def next_by_hashing(token_ids: Sequence[int]) -> int:
     """Depends on every token before it, so that reading one wrong slot changes all that follows."""
     state = 17
     for token_id in token_ids:
-        state = (state * 1_000_003 + token_id + 1) % 2_147_483_647
+        state = _chain(state, token_id)
     return state % VOCAB_SIZE
 
 
@@ -66,7 +66,9 @@ class _Row:
 class ShadowExecutor:
     """Keeps token ids where a model would keep K and V, and reads them back for the next token.
 
-    Any fault of paging, sharing, preemption or retirement therefore changes the output or raises.
+    As K and V do, a slot also depends on everything before it: it holds a chain over the prefix,
+    computed from the slot before, read through the block table. Any fault of paging, sharing,
+    preemption or retirement therefore changes the output or raises.
     `before_step` may raise or block, to play a device that does; `fail_rows` names rows that fail
     alone.
     """
@@ -87,7 +89,7 @@ class ShadowExecutor:
         self._rows: dict[str, _Row] = {}
         self._cache = [
             [POISON] * self.info.block_size for _ in range(self.info.num_blocks)
-        ]  # [N, block_size]
+        ]  # [N, block_size] of (token id, chain)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -128,18 +130,39 @@ class ShadowExecutor:
     def _write(self, scheduled: ScheduledRow) -> None:
         row, start = self._rows[scheduled.request_id], scheduled.num_computed_tokens
         for position in range(start, start + scheduled.num_scheduled_tokens):
+            before = self._read(row, position - 1)[1] if position else 0
+            token_id = row.token_ids[position]
             block_id = row.block_table[position // self.info.block_size]
-            self._cache[block_id][position % self.info.block_size] = row.token_ids[position]
+            slot = (token_id, _chain(before, token_id))
+            self._cache[block_id][position % self.info.block_size] = slot
+
+    def _read(self, row: _Row, position: int) -> tuple[int, int]:
+        block_id = row.block_table[position // self.info.block_size]
+        return self._cache[block_id][position % self.info.block_size]
 
     def _sample(self, scheduled: ScheduledRow) -> int:
         row = self._rows[scheduled.request_id]
         end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
         assert end == len(row.token_ids), f"{scheduled} samples before its last known token"
-        size = self.info.block_size
-        gathered = [self._cache[row.block_table[p // size]][p % size] for p in range(end)]
-        token_id = self._next_token(gathered)
+        gathered = [self._read(row, position) for position in range(end)]
+        token_id = self._next_token([token_id for token_id, _ in gathered])
+        if not _is_one_chain(gathered):
+            token_id = (token_id + 1) % VOCAB_SIZE  # what attention over foreign K and V gives
         row.token_ids.append(token_id)
         return token_id
+
+
+def _chain(before: int, token_id: int) -> int:
+    return (before * 1_000_003 + token_id + 1) % 2_147_483_647
+
+
+def _is_one_chain(gathered: Sequence[tuple[int, int]]) -> bool:
+    state = 0
+    for token_id, stored in gathered:
+        state = _chain(state, token_id)
+        if state != stored:
+            return False
+    return True
 
 
 def solo_output(

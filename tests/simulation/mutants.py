@@ -1,0 +1,196 @@
+"""Planted bugs: one line of the code under test replaced, and the simulation run on the result.
+
+They measure the simulator: a bug that it does not find within 1,000 seeds is a hole in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).resolve().parents[2]
+_FRESH = ("cb_backend.core.", "cb_backend.engine.", "tests.fakes", "tests.simulation.world")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` stands in `module` exactly once and becomes `new`."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+MUTANTS = (
+    Mutant(
+        "a release forgets one owner",
+        "cb_backend.core.block_pool",
+        "self.ref_counts[block_id] -= 1",
+        "self.ref_counts[block_id] -= self.ref_counts[block_id] != 2",
+    ),
+    Mutant(
+        "sharing does not count the new owner",
+        "cb_backend.core.block_pool",
+        "self.ref_counts[block_id] += 1",
+        "self.ref_counts[block_id] = 1",
+    ),
+    Mutant(
+        "a shared block stays among the idle",
+        "cb_backend.core.block_pool",
+        "del self._idle[block_id]",
+        "pass",
+    ),
+    Mutant(
+        "eviction does not tell the prefix cache",
+        "cb_backend.core.block_pool",
+        "self._on_evict(block_id)",
+        "pass",
+    ),
+    Mutant(
+        "a digest forgets its parent",
+        "cb_backend.core.prefix_cache",
+        "parent = hashlib.sha256(parent + tokens).digest()",
+        "parent = hashlib.sha256(tokens).digest()",
+    ),
+    Mutant(
+        "a cached block is overwritten by a later equal one",
+        "cb_backend.core.prefix_cache",
+        "if digest in self._block_of or block_id in self._digest_of:",
+        "if block_id in self._digest_of:",
+    ),
+    Mutant(
+        "a block is indexed before it is full",
+        "cb_backend.core.scheduler",
+        "last = request.num_computed_tokens // self.limits.block_size",
+        "last = -(-request.num_computed_tokens // self.limits.block_size)",
+    ),
+    Mutant(
+        "the whole prompt may come from the cache",
+        "cb_backend.core.scheduler",
+        "num_usable = (request.num_tokens - 1) // self.limits.block_size",
+        "num_usable = request.num_tokens // self.limits.block_size",
+    ),
+    Mutant(
+        "the last partial block is not counted",
+        "cb_backend.core.scheduler",
+        "return -(-num_tokens // self.limits.block_size)",
+        "return max(num_tokens // self.limits.block_size, 1)",
+    ),
+    Mutant(
+        "preemption keeps the computed count",
+        "cb_backend.core.scheduler",
+        "request.num_computed_tokens = 0",
+        "pass",
+    ),
+    Mutant(
+        "a preempted request goes to the end of the queue",
+        "cb_backend.core.scheduler",
+        "self.waiting.move_to_end(request.request_id, last=False)",
+        "self.waiting.move_to_end(request.request_id)",
+    ),
+    Mutant(
+        "a resumed request forgets its output",
+        "cb_backend.core.scheduler",
+        "token_ids=tuple(request.token_ids),",
+        "token_ids=tuple(request.token_ids[: request.num_prompt_tokens]),",
+    ),
+    Mutant(
+        "the executor is not told who left",
+        "cb_backend.core.scheduler",
+        "self._retired.append(request.request_id)",
+        "pass",
+    ),
+    Mutant(
+        "an ended request keeps its blocks",
+        "cb_backend.core.scheduler",
+        "self.pool.release(request.block_table)",
+        "self.pool.release(request.block_table[:-1])",
+    ),
+    Mutant(
+        "one seat too many",
+        "cb_backend.core.scheduler",
+        "len(self.running) < self.limits.max_num_seqs",
+        "len(self.running) <= self.limits.max_num_seqs",
+    ),
+    Mutant(
+        "nothing is set aside for running requests",
+        "cb_backend.core.scheduler",
+        "draft = _Draft(left=self.limits.max_num_batched_tokens - len(self.running))",
+        "draft = _Draft(left=self.limits.max_num_batched_tokens)",
+    ),
+    Mutant(
+        "a row samples before its last token",
+        "cb_backend.core.scheduler",
+        "samples=num_new == request.num_uncomputed_tokens,",
+        "samples=num_new >= request.num_uncomputed_tokens - 1,",
+    ),
+    Mutant(
+        "new blocks are sent again",
+        "cb_backend.core.scheduler",
+        "new_block_ids=tuple(request.block_table[draft.table_start[request_id] :]),",
+        "new_block_ids=tuple(request.block_table),",
+    ),
+    Mutant(
+        "a failed row goes on",
+        "cb_backend.core.scheduler",
+        "if (error := result.failed.get(row.request_id)) is not None:",
+        "if (error := result.failed.get(row.request_id)) is not None and not row.samples:",
+    ),
+    Mutant(
+        "a stop token is ignored",
+        "cb_backend.core.request",
+        "if token_id in self.stop_token_ids:",
+        "if token_id in self.stop_token_ids and count > 1:",
+    ),
+    Mutant(
+        "one token too many",
+        "cb_backend.core.request",
+        "if self.num_output_tokens == self.max_tokens:",
+        "if self.num_output_tokens == self.max_tokens + 1:",
+    ),
+    Mutant(
+        "the salt is left out",
+        "cb_backend.core.prefix_cache",
+        "salt_bytes, adapter_bytes = salt.encode(), adapter.encode()",
+        "salt_bytes, adapter_bytes = b'', adapter.encode()",
+    ),
+    Mutant(
+        "what was just preempted is let in again at once",
+        "cb_backend.core.scheduler",
+        "if not draft.preempted:",
+        "if True:",
+    ),
+)
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[ModuleType]:
+    """`tests.simulation.world` on code with the bug in it; the real modules come back after."""
+    source = (PACKAGE / (mutant.module.replace(".", "/") + ".py")).read_text()
+    if source.count(mutant.old) != 1:
+        raise AssertionError(f"{mutant.module} has {source.count(mutant.old)} times: {mutant.old}")
+    kept = {name: module for name, module in sys.modules.items() if name.startswith(_FRESH)}
+    for name in kept:
+        del sys.modules[name]
+    try:
+        _load(mutant.module, source.replace(mutant.old, mutant.new))
+        yield importlib.import_module("tests.simulation.world")
+    finally:
+        for name in [name for name in sys.modules if name.startswith(_FRESH)]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def _load(name: str, source: str) -> None:
+    spec = importlib.util.spec_from_loader(name, loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    exec(compile(source, f"<{name}, mutated>", "exec"), module.__dict__)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from cb_backend.errors import ConfigError
@@ -33,6 +34,11 @@ class EngineConfig:
     # None: half of the budget
     max_num_waiting: int = 4096  # requests that may queue; beyond it submit is refused
     enable_prefix_caching: bool = True
+    num_host_kv_blocks: int = 0  # blocks in host memory that evicted ones go to; 0: none
+
+    policy: str = "fcfs"  # order of requests: fcfs, priority, deadline or fair (per tenant)
+    priority_ageing_s: float = 10.0  # seconds of waiting that are worth one level of priority
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # fair: 1 where not named
 
     num_threads: int | None = None  # CPU threads of a step; None: torch's choice
     step_timeout_s: float = 120.0  # a step that runs longer is a hang: the engine is dead

@@ -10,6 +10,8 @@ from cb_backend.core.request import Request
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
     Admission,
+    BlockCopy,
+    CopyKind,
     ModelInfo,
     ScheduledRow,
     StepPlan,
@@ -79,6 +81,7 @@ class ShadowExecutor:
         *,
         next_token: Callable[[Sequence[int]], int] = next_by_counting,
         before_step: Callable[[StepPlan], None] = lambda plan: None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.info = info or make_model_info()
         self.plans: list[StepPlan] = []
@@ -90,6 +93,7 @@ class ShadowExecutor:
         self._cache = [
             [POISON] * self.info.block_size for _ in range(self.info.num_blocks)
         ]  # [N, block_size] of (token id, chain)
+        self._host = [[POISON] * self.info.block_size for _ in range(num_host_blocks)]
 
     @property
     def model_info(self) -> ModelInfo:
@@ -106,6 +110,8 @@ class ShadowExecutor:
         for admission in plan.admitted:
             self._admit(admission)
         self._before_step(plan)
+        for copy in plan.copies:
+            self._copy(copy)
         result = StepResult(token_ids={}, failed={})
         for row in plan.rows:
             self._extend(row)
@@ -120,6 +126,11 @@ class ShadowExecutor:
 
     def close(self) -> None:
         self.closed.set()
+
+    def _copy(self, copy: BlockCopy) -> None:
+        source = self._host if copy.kind is CopyKind.IN else self._cache
+        target = self._host if copy.kind is CopyKind.OUT else self._cache
+        target[copy.target] = list(source[copy.source])
 
     def _admit(self, admission: Admission) -> None:
         self._rows[admission.request_id] = _Row(list(admission.token_ids))

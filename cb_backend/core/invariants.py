@@ -17,7 +17,7 @@ from cb_backend.errors import InvariantError
 
 def every_block_has_one_state(scheduler: Scheduler) -> None:
     """free + idle + in use = all blocks, disjoint."""
-    pool = scheduler.pool
+    pool = scheduler.blocks.pool
     free, idle = pool.free_blocks, pool.idle_blocks
     in_use = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
     everything = Counter([*free, *idle, *in_use])
@@ -30,7 +30,7 @@ def every_block_has_one_state(scheduler: Scheduler) -> None:
 def ref_counts_equal_owners(scheduler: Scheduler) -> None:
     """The stored count of each block is the number of running requests whose table has it."""
     owners = Counter(b for r in scheduler.running.values() for b in r.block_table)
-    for block_id, count in enumerate(scheduler.pool.ref_counts):
+    for block_id, count in enumerate(scheduler.blocks.pool.ref_counts):
         if owners[block_id] != count:
             raise InvariantError(
                 f"ref_counts_equal_owners: block {block_id} has {owners[block_id]} owners,"
@@ -39,23 +39,23 @@ def ref_counts_equal_owners(scheduler: Scheduler) -> None:
 
 
 def only_running_requests_own_blocks(scheduler: Scheduler) -> None:
-    for request in scheduler.waiting.values():
+    for request in scheduler.waiting:
         if request.block_table or request.num_computed_tokens:
             raise InvariantError(f"only_running_requests_own_blocks: {request!r} waits")
-    if not scheduler.running and scheduler.pool.num_in_use:
+    if not scheduler.running and scheduler.blocks.pool.num_in_use:
         raise InvariantError(
-            f"only_running_requests_own_blocks: {scheduler.pool.num_in_use} in use by nobody"
+            f"only_running_requests_own_blocks: {scheduler.blocks.pool.num_in_use} in use by nobody"
         )
 
 
 def every_request_has_one_home(scheduler: Scheduler) -> None:
-    both = scheduler.running.keys() & scheduler.waiting.keys()
+    both = {r for r in scheduler.running if r in scheduler.waiting}
     if both:
         raise InvariantError(f"every_request_has_one_home: {sorted(both)} run and wait")
     for request in scheduler.running.values():
         if request.status is not RequestStatus.RUNNING:
             raise InvariantError(f"every_request_has_one_home: {request!r} is among the running")
-    for request in scheduler.waiting.values():
+    for request in scheduler.waiting:
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             raise InvariantError(f"every_request_has_one_home: {request!r} is among the waiting")
     if len(scheduler.running) > scheduler.limits.max_num_seqs:
@@ -67,7 +67,7 @@ def every_request_has_one_home(scheduler: Scheduler) -> None:
 
 def counts_are_ordered(scheduler: Scheduler) -> None:
     """computed <= known, output <= max_tokens, and the table covers what is computed."""
-    for request in [*scheduler.running.values(), *scheduler.waiting.values()]:
+    for request in [*scheduler.running.values(), *scheduler.waiting]:
         covered = len(request.block_table) * scheduler.limits.block_size
         if not request.num_computed_tokens <= min(covered, request.num_tokens):
             raise InvariantError(f"counts_are_ordered: computed of {request!r}")
@@ -77,10 +77,12 @@ def counts_are_ordered(scheduler: Scheduler) -> None:
 
 def cache_index_matches_pool(scheduler: Scheduler) -> None:
     """The prefix cache knows exactly what the pool holds as cached, and nothing free."""
-    indexed = scheduler.prefix_cache.indexed_blocks
-    if indexed.keys() != scheduler.pool.cached_blocks or len(set(indexed.values())) != len(indexed):
+    indexed = scheduler.blocks.prefix_cache.indexed_blocks
+    if indexed.keys() != scheduler.blocks.pool.cached_blocks or len(set(indexed.values())) != len(
+        indexed
+    ):
         raise InvariantError("cache_index_matches_pool: index and pool disagree")
-    if free := indexed.keys() & set(scheduler.pool.free_blocks):
+    if free := indexed.keys() & set(scheduler.blocks.pool.free_blocks):
         raise InvariantError(f"cache_index_matches_pool: free blocks {free} are indexed")
     for request in scheduler.running.values():
         full = request.num_computed_tokens // scheduler.limits.block_size
@@ -129,8 +131,8 @@ def written_slots_are_private(scheduler: Scheduler, plan: StepPlan) -> None:
             raise InvariantError(f"written_slots_are_private: table of {request!r} is too short")
         written = request.block_table[first : last + 1]
         for block_id in written:
-            shared = scheduler.pool.ref_counts[block_id] != 1 or block_id in seen
-            if shared or block_id in scheduler.pool.cached_blocks:
+            shared = scheduler.blocks.pool.ref_counts[block_id] != 1 or block_id in seen
+            if shared or block_id in scheduler.blocks.pool.cached_blocks:
                 raise InvariantError(f"written_slots_are_private: block {block_id} of {request!r}")
         seen.update(written)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cb_backend.core.block_pool import BlockPool
 
@@ -37,8 +37,10 @@ def extend_block_hashes(
 class PrefixCache:
     """An index from digest to block. The pool decides how long an idle block lives."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, on_evict: Callable[[int, bytes], None]) -> None:
+        """`on_evict(block_id, digest)` is called while the block still holds what it held."""
         self._pool = pool
+        self._on_evict = on_evict
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         pool.set_evict_callback(self._forget)
@@ -68,4 +70,6 @@ class PrefixCache:
         self._pool.mark_cached(block_id)
 
     def _forget(self, block_id: int) -> None:
-        del self._block_of[self._digest_of.pop(block_id)]
+        digest = self._digest_of.pop(block_id)
+        del self._block_of[digest]
+        self._on_evict(block_id, digest)

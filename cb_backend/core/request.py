@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -39,14 +40,20 @@ class Request:
     seed: int
     arrival_time: float  # seconds, the engine's clock
     cache_salt: str = ""
-    priority: int = 0
+    priority: int = 0  # higher is more urgent
+    tenant: str = ""
+    deadline: float = math.inf  # seconds, the engine's clock: when the whole answer must be there
+    fork_of: str | None = None  # the request whose prompt this one shares
 
+    sequence: int = 0  # place in the order of arrival, given by the scheduler
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+    num_indexed_blocks: int = 0  # leading blocks of the table that the prefix cache has seen
     num_preemptions: int = 0
+    num_charged: int = 0  # tokens that the policy has accounted for
 
     @property
     def num_tokens(self) -> int:

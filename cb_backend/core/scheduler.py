@@ -7,13 +7,15 @@ a whole prompt, a chunk of one, or the single token that was sampled last. (vLLM
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
 
-from cb_backend.core.block_pool import BlockPool
-from cb_backend.core.prefix_cache import PrefixCache, extend_block_hashes
+from cb_backend.core.kv_blocks import Found, KVBlocks
+from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request, RequestStatus
 from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepResult, TokenEvent
+from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, PromptTooLongError
 
 
@@ -27,6 +29,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int  # at least max_num_seqs
     max_prefill_chunk: int
     enable_prefix_caching: bool
+    num_host_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -37,47 +40,74 @@ class _Draft:
     num_new: dict[str, int] = field(default_factory=dict)
     table_start: dict[str, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
-    preempted: bool = False
+    preempted: set[str] = field(default_factory=set)
 
 
 class Scheduler:
-    """First come, first served. The newest running request gives way when blocks run out."""
+    """Orders requests by a policy; the last in its order gives way when blocks run out."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
-        self.prefix_cache = PrefixCache(self.pool)
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
-        self.running: dict[str, Request] = {}  # in the order of admission
+        self.token_budget = limits.max_num_batched_tokens  # of a step; may be lowered at run time
+        self.blocks = KVBlocks(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            num_host_blocks=limits.num_host_blocks,
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        self.running: dict[str, Request] = {}
         self.num_preemptions = 0  # since the start
-        self.num_cached_tokens = 0  # prompt tokens that the prefix cache saved, since the start
+        self.num_cached_tokens = 0  # prompt tokens that need not be computed, since the start
+        self.waiting = WaitingQueue(policy)
+        self.forks: dict[str, list[Request]] = {}  # wait for the prompt of the request named
+        self.policy = policy
+        self._active: Counter[str] = Counter()  # requests of each group that run or wait
+        self._order: list[tuple[tuple[float, ...], str]] = []  # the running, by the policy's key
         self._retired: list[str] = []  # rows the executor still has and must drop
+        self._num_added = 0
         self._step = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting)  # forks wait for one of these
+
+    def use(self, policy: Policy) -> None:
+        """Order everything anew."""
+        waiting = list(self.waiting)
+        self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
+        for request in self.running.values():
+            self._activate(request)
+        for request in waiting:
+            self._push(request)
+        self._order = sorted((policy.key(r), r.request_id) for r in self.running.values())
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptTooLongError if even an empty pool cannot hold it."""
         most_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last is never read
-        if self._blocks_for(most_tokens) > self.limits.num_blocks:
+        if (wanted := self.blocks.blocks_for(most_tokens)) > self.limits.num_blocks:
             raise PromptTooLongError(
                 f"prompt ({request.num_prompt_tokens} tokens) and max_tokens"
-                f" ({request.max_tokens}) need {self._blocks_for(most_tokens)} KV blocks, the pool"
+                f" ({request.max_tokens}) need {wanted} KV blocks, the pool"
                 f" has {self.limits.num_blocks} of {self.limits.block_size} tokens",
                 field="prompt",
             )
-        self.waiting[request.request_id] = request
+        self._num_added += 1
+        request.sequence = self._num_added
+        parent = self._find(request.fork_of)
+        if parent is not None and parent.num_output_tokens == 0:
+            self.forks.setdefault(parent.request_id, []).append(request)
+        else:
+            self._push(request)
 
     def schedule(self) -> StepPlan:
         """The next step. Its rows are empty only if there is no work."""
         self._step += 1
+        draft = _Draft(left=self.token_budget)
+        self._displace(draft)
         # One token of the budget is set aside for every running request, so that a long prompt
-        # never stops a stream; _give takes it from there.
-        draft = _Draft(left=self.limits.max_num_batched_tokens - len(self.running))
-        self._continue_running(draft)
-        if not draft.preempted:  # what just lost its blocks must not be let in again at once
+        # never stops a stream; _continue_running gives it back as it goes.
+        draft.left -= len(self.running)
+        if self._continue_running(draft):
             self._admit_waiting(draft)
         self._spend_rest(draft)
         return self._plan(draft)
@@ -93,16 +123,18 @@ class Scheduler:
                 events.append(self._finish(request, FinishReason.ERROR, now, error=error))
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
-            self._index_full_blocks(request, row.num_computed_tokens)
+            self.blocks.index_full(request)
             if row.samples:
                 token_ids, reason = request.append_output(result.token_ids[row.request_id])
                 events.append(self._event(request, token_ids, now, reason))
+                self._push_forks(request)  # its prompt is computed now
                 if reason is not None:
                     self._leave(request)
         return events
 
     def fail(self, plan: StepPlan, error: ErrorInfo, now: float) -> list[TokenEvent]:
         """End the requests of a step that raised. Nobody else is touched."""
+        self.blocks.forget_failed_copies(plan)
         requests = [self.running.get(row.request_id) for row in plan.rows]
         return [
             self._finish(request, FinishReason.ERROR, now, error=error)
@@ -112,76 +144,81 @@ class Scheduler:
 
     def abort(self, request_id: str, now: float) -> list[TokenEvent]:
         """End a request wherever it is, blocks and all. An unknown id is no error: it has ended."""
-        request = self.running.get(request_id) or self.waiting.get(request_id)
+        request = self._find(request_id)
         return [] if request is None else [self._finish(request, FinishReason.ABORT, now)]
 
     # Sharing out the budget, in the order of schedule().
 
-    def _continue_running(self, draft: _Draft) -> None:
-        for request in list(self.running.values()):
-            if request.status is not RequestStatus.RUNNING:
-                continue  # gave way to an older one a moment ago
+    def _displace(self, draft: _Draft) -> None:
+        """Let the first in the queue throw out the last of the running, if the policy says so."""
+        while self.waiting and self.running:
+            first, last = self.waiting.peek(), self._last()
+            if not self.policy.displaces(first, last):
+                return
+            if self._fits(first, self._look_up(first), self._num_promised()):
+                return
+            self._preempt(last, draft)
+
+    def _continue_running(self, draft: _Draft) -> bool:
+        """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
+        nobody_lost = True
+        for _, request_id in list(self._order):
+            request = self.running.get(request_id)
+            if request is None:
+                continue  # gave way to an earlier one a moment ago
             chunk = min(request.num_uncomputed_tokens, self.limits.max_prefill_chunk)
             num_new = min(chunk, draft.left + 1)  # the 1 that was set aside
-            if self._make_room(request, num_new, draft):
+            while self._missing(request, num_new) > self.blocks.pool.num_available:
+                nobody_lost = False
+                draft.left += 1
+                self._preempt(last := self._last(), draft)
+                if last is request:
+                    break
+            else:
                 self._give(request, num_new, draft)
                 draft.left += 1
+        return nobody_lost
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        promised = sum(self._blocks_missing(request) for request in self.running.values())
-        while self.waiting and draft.left > 0 and len(self.running) < self.limits.max_num_seqs:
-            request = next(iter(self.waiting.values()))
-            shared = self._match_prefix(request)
-            # The whole of it must fit beside what the running ones still need to catch up, or it
-            # would be preempted in the middle of its prompt.
-            missing = self._blocks_for(request.num_tokens) - len(shared)
-            taken_from_idle = sum(self.pool.is_idle(block_id) for block_id in shared)
-            if missing + taken_from_idle > self.pool.num_available - promised - self._headroom():
+        promised = self._num_promised()
+        while self.waiting and draft.left > 0:
+            request = self.waiting.peek()
+            if request.request_id in draft.preempted:
+                return  # has just been displaced: not again in the same step
+            found = self._look_up(request)
+            if not self._fits(request, found, promised):
                 return
-            promised += missing
-            self._admit(request, shared, draft)
+            self._admit(request, found, draft)
             chunk = min(request.num_uncomputed_tokens, self.limits.max_prefill_chunk)
-            num_new = min(chunk, draft.left)
-            promised -= self._give(request, num_new, draft)
+            self._give(request, min(chunk, draft.left), draft)
+            promised += self._missing(request, request.num_uncomputed_tokens)
 
     def _spend_rest(self, draft: _Draft) -> None:
-        """What is left after everyone had a share goes to the oldest that can use more."""
+        """What is left after everyone had a share goes to the first that can use more."""
         for request_id, num_new in list(draft.num_new.items()):
-            if draft.left == 0:
+            if draft.left <= 0:
                 return
             request = self.running[request_id]
-            more = min(request.num_uncomputed_tokens - num_new, draft.left)
-            covered = len(request.block_table) + self.pool.num_available
+            room = (len(request.block_table) + self.blocks.pool.num_available) * (
+                self.limits.block_size
+            )
             more = min(
-                more, covered * self.limits.block_size - request.num_computed_tokens - num_new
+                request.num_uncomputed_tokens - num_new,
+                draft.left,
+                room - request.num_computed_tokens - num_new,
             )
             if more > 0:
                 self._give(request, more, draft)
 
-    def _give(self, request: Request, num_new: int, draft: _Draft) -> int:
-        """Add tokens to the request's share of the step; returns the blocks that this took."""
+    def _give(self, request: Request, num_new: int, draft: _Draft) -> None:
+        """Add tokens to the request's share of the step, and the blocks that they need."""
         draft.left -= num_new
         total = draft.num_new.get(request.request_id, 0) + num_new
         draft.num_new[request.request_id] = total
         draft.table_start.setdefault(request.request_id, len(request.block_table))
-        missing = self._blocks_for(request.num_computed_tokens + total) - len(request.block_table)
-        request.block_table += self.pool.allocate(max(missing, 0))
-        return max(missing, 0)
-
-    def _make_room(self, request: Request, num_new: int, draft: _Draft) -> bool:
-        """Preempt the newest until `num_new` more tokens fit; False if that was `request`."""
-        wanted = self._blocks_for(request.num_computed_tokens + num_new) - len(request.block_table)
-        while wanted > self.pool.num_available:
-            victim = next(reversed(self.running.values()))
-            self._preempt(victim)
-            draft.preempted = True
-            draft.left += 1
-            if victim is request:
-                return False
-        return True
+        self.blocks.grow(request, request.num_computed_tokens + total)
 
     def _plan(self, draft: _Draft) -> StepPlan:
-        rows = tuple(self._row(request_id, draft) for request_id in draft.num_new)
         retired, self._retired = tuple(self._retired), []
         admitted = tuple(
             Admission(
@@ -194,10 +231,17 @@ class Scheduler:
             )
             for request in draft.admitted
         )
-        return StepPlan(step=self._step, retired=retired, admitted=admitted, rows=rows)
+        return StepPlan(
+            step=self._step,
+            retired=retired,
+            admitted=admitted,
+            rows=tuple(self._row(request_id, draft) for request_id in draft.num_new),
+            copies=self.blocks.take_copies(),
+        )
 
     def _row(self, request_id: str, draft: _Draft) -> ScheduledRow:
         request, num_new = self.running[request_id], draft.num_new[request_id]
+        self.policy.charged(request, num_new, 0)
         return ScheduledRow(
             request_id=request_id,
             num_computed_tokens=request.num_computed_tokens,
@@ -208,45 +252,100 @@ class Scheduler:
 
     # Joining and leaving.
 
-    def _match_prefix(self, request: Request) -> list[int]:
-        if not self.limits.enable_prefix_caching:
-            return []
-        self._extend_hashes(request)
-        # The last token must be computed even if its block is known: its logits are wanted.
-        num_usable = (request.num_tokens - 1) // self.limits.block_size
-        return self.prefix_cache.match(request.block_hashes[:num_usable])
+    def _look_up(self, request: Request) -> Found:
+        parent = self.running.get(request.fork_of) if request.fork_of is not None else None
+        # A parent that was preempted may be in the middle of its prompt again. And a fork that has
+        # begun has tokens of its own and is like any other.
+        if parent is None or parent.num_computed_tokens < request.num_tokens - 1:
+            return self.blocks.find(request, None)
+        is_new = request.status is RequestStatus.WAITING
+        return self.blocks.find(request, parent if is_new else None)
 
-    def _admit(self, request: Request, shared: list[int], draft: _Draft) -> None:
-        self.pool.share(shared)
-        request.block_table = list(shared)
-        request.num_computed_tokens = len(shared) * self.limits.block_size
+    def _fits(self, request: Request, found: Found, promised: int) -> bool:
+        """Whether there are a seat for it and blocks for the whole of it, beside what the running
+        ones still need to catch up: else it would be preempted in the middle of its prompt."""
+        headroom = max(1, self.limits.num_blocks // 100) if self.running else 0
+        left = self.blocks.pool.num_available - promised - headroom
+        has_seat = len(self.running) < self.limits.max_num_seqs
+        return has_seat and self.blocks.num_taken(request, found) <= left
+
+    def _num_promised(self) -> int:
+        return sum(self._missing(r, r.num_uncomputed_tokens) for r in self.running.values())
+
+    def _missing(self, request: Request, num_new: int) -> int:
+        return self.blocks.missing(request, request.num_computed_tokens + num_new)
+
+    def _admit(self, request: Request, found: Found, draft: _Draft) -> None:
+        self.blocks.attach(request, found)
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = request.num_computed_tokens
-            self.num_cached_tokens += request.num_cached_tokens
+            request.num_cached_tokens = found.num_tokens
+            self.num_cached_tokens += found.num_tokens
         request.status = RequestStatus.RUNNING
-        del self.waiting[request.request_id]
+        self.waiting.remove(request)
         self.running[request.request_id] = request
+        insort(self._order, (self.policy.key(request), request.request_id))
+        self.policy.charged(request, 0, found.num_tokens)
         draft.admitted.append(request)
         draft.table_start[request.request_id] = 0
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, draft: _Draft) -> None:
         """Take everything back; the request is computed again, prompt and output, when it fits."""
-        self._leave(request)
+        self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        draft.preempted.add(request.request_id)
+        self.waiting.push(request)
+
+    def _push(self, request: Request) -> None:
+        self._activate(request)
+        self.waiting.push(request)
+
+    def _push_forks(self, request: Request) -> None:
+        for fork in self.forks.pop(request.request_id, ()):
+            self._push(fork)
+
+    def _activate(self, request: Request) -> None:
+        group = self.policy.group(request)
+        if group not in self._active:
+            self.policy.activated(group, self._active.keys())
+        self._active[group] += 1
+
+    def _deactivate(self, request: Request) -> None:
+        group = self.policy.group(request)
+        self._active[group] -= 1
+        if not self._active[group]:
+            del self._active[group]
+
+    def _last(self) -> Request:
+        return self.running[self._order[-1][1]]
+
+    def _find(self, request_id: str | None) -> Request | None:
+        if request_id is None:
+            return None
+        found = self.running.get(request_id) or self.waiting.get(request_id)
+        forks = (fork for group in self.forks.values() for fork in group)
+        return found or next((fork for fork in forks if fork.request_id == request_id), None)
 
     def _leave(self, request: Request) -> None:
-        self.pool.release(request.block_table)
-        request.block_table = []
-        request.status = RequestStatus.FINISHED
-        if self.running.pop(request.request_id, None) is not None:
-            self._retired.append(request.request_id)
+        """It has ended. Its forks, if they still wait for its prompt, go on without it."""
+        if request.request_id in self.running:
+            self._leave_running(request)
+            self._deactivate(request)
+        elif request.request_id in self.waiting:
+            self.waiting.remove(request)
+            self._deactivate(request)
         else:
-            del self.waiting[request.request_id]
+            self.forks[request.fork_of or ""].remove(request)
+        request.status = RequestStatus.FINISHED
+        self._push_forks(request)
+
+    def _leave_running(self, request: Request) -> None:
+        self.blocks.release(request)
+        del self.running[request.request_id]
+        self._order.remove((self.policy.key(request), request.request_id))
+        self._retired.append(request.request_id)
 
     def _finish(
         self, request: Request, reason: FinishReason, now: float, error: ErrorInfo | None = None
@@ -271,34 +370,3 @@ class Scheduler:
             finish_reason=reason,
             error=error,
         )
-
-    # Blocks.
-
-    def _index_full_blocks(self, request: Request, computed_before: int) -> None:
-        """Make the blocks that this step filled findable."""
-        if not self.limits.enable_prefix_caching:
-            return
-        first = computed_before // self.limits.block_size
-        last = request.num_computed_tokens // self.limits.block_size
-        if last > first:
-            self._extend_hashes(request)
-            for index in range(first, last):
-                self.prefix_cache.insert(request.block_hashes[index], request.block_table[index])
-
-    def _extend_hashes(self, request: Request) -> None:
-        extend_block_hashes(
-            request.block_hashes,
-            request.token_ids,
-            block_size=self.limits.block_size,
-            salt=request.cache_salt,
-        )
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
-
-    def _blocks_missing(self, request: Request) -> int:
-        return max(self._blocks_for(request.num_tokens) - len(request.block_table), 0)
-
-    def _headroom(self) -> int:
-        """Blocks kept back at admission, so that the running ones can grow for a while."""
-        return max(1, self.limits.num_blocks // 100) if self.running else 0

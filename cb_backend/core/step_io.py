@@ -7,6 +7,7 @@ rank. A plan carries what changed, not the whole batch: the executor keeps a per
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from cb_backend.core.request import FinishReason
@@ -40,14 +41,31 @@ class ScheduledRow:
     samples: bool  # the step reaches the last known token, so its logits give the next one
 
 
+class CopyKind(StrEnum):
+    FORK = "fork"  # device block to device block: copy-on-write
+    OUT = "out"  # device block to host block
+    IN = "in"  # host block to device block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """All layers, K and V, of one block."""
+
+    kind: CopyKind
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Applied in this order: retire, admit, extend block tables, one ragged forward, sample."""
+    """Applied in this order: retire, admit, extend block tables, copy blocks one after the other,
+    one ragged forward, sample."""
 
     step: int
     retired: tuple[str, ...]  # leave the batch: finished, aborted, preempted or failed
     admitted: tuple[Admission, ...]  # each also has a row
-    rows: tuple[ScheduledRow, ...]  # oldest request first
+    rows: tuple[ScheduledRow, ...]  # in the order of the policy
+    copies: tuple[BlockCopy, ...] = ()  # a later one may depend on an earlier one
 
     @property
     def num_tokens(self) -> int:

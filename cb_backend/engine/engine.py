@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.invariants import check_plan, check_scheduler
+from cb_backend.core.policies import Policy, make_policy
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler, SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
@@ -24,7 +25,10 @@ class Engine:
         self, config: EngineConfig, executor: Executor, clock: Callable[[], float]
     ) -> None:
         self.executor = executor
-        self.scheduler = Scheduler(_scheduler_limits(config, executor.model_info))
+        self._config = config
+        self.scheduler = Scheduler(
+            _scheduler_limits(config, executor.model_info), self._policy(config.policy)
+        )
         self.recorder = StatsRecorder()
         self._check_every_step = config.check_invariants
         self._clock = clock
@@ -52,6 +56,11 @@ class Engine:
         self._assert_thread()
         return self._record(self.scheduler.abort(request_id, self._clock()))
 
+    def use_policy(self, name: str) -> None:
+        """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
+        self._assert_thread()
+        self.scheduler.use(self._policy(name))
+
     def step(self) -> list[TokenEvent]:
         """One forward pass: what is known of every request grows, and some end."""
         self._assert_thread()
@@ -72,7 +81,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot. Any thread."""
-        pool, recorder = self.scheduler.pool, self.recorder
+        pool, recorder = self.scheduler.blocks.pool, self.recorder
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -135,6 +144,11 @@ class Engine:
         self.recorder.record_events(events)
         return events
 
+    def _policy(self, name: str) -> Policy:
+        return make_policy(
+            name, ageing_s=self._config.priority_ageing_s, weights=self._config.tenant_weights
+        )
+
     def _assert_thread(self) -> None:
         if threading.get_ident() != self._thread_id:
             raise WrongThreadError("the engine belongs to the thread that built it; use its inbox")
@@ -148,4 +162,5 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk or max(1, config.max_num_batched_tokens // 2),
         enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=config.num_host_kv_blocks,
     )

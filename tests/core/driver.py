@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from cb_backend.core.invariants import check_plan, check_scheduler
+from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler, SchedulerLimits
 from cb_backend.core.step_io import StepPlan, TokenEvent
@@ -34,7 +35,7 @@ class Driver:
     """`step()` is the engine's loop body without thread or clock."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, Policy())
         info = make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size)
         self.executor = ShadowExecutor(info, next_token=next_by_hashing)
         self.output: dict[str, list[int]] = defaultdict(list)

@@ -34,24 +34,24 @@ def busy_driver() -> Driver:
     driver.step()
     driver.step()
     assert list(driver.scheduler.running) == ["a", "b"]
-    assert driver.scheduler.pool.idle_blocks
+    assert driver.scheduler.blocks.pool.idle_blocks
     return driver
 
 
 def lose_a_free_block(scheduler: Scheduler) -> None:
-    scheduler.pool._free.pop()
+    scheduler.blocks.pool._free.pop()
 
 
 def free_a_block_in_use(scheduler: Scheduler) -> None:
-    scheduler.pool._free.append(scheduler.running["a"].block_table[-1])
+    scheduler.blocks.pool._free.append(scheduler.running["a"].block_table[-1])
 
 
 def forget_a_release(scheduler: Scheduler) -> None:
-    scheduler.pool.ref_counts[scheduler.running["a"].block_table[0]] += 1
+    scheduler.blocks.pool.ref_counts[scheduler.running["a"].block_table[0]] += 1
 
 
 def leave_blocks_with_a_waiting_request(scheduler: Scheduler) -> None:
-    scheduler.waiting["c"].num_computed_tokens = 1
+    next(iter(scheduler.waiting)).num_computed_tokens = 1
 
 
 def leave_blocks_in_use_by_nobody(scheduler: Scheduler) -> None:
@@ -59,7 +59,7 @@ def leave_blocks_in_use_by_nobody(scheduler: Scheduler) -> None:
 
 
 def put_a_request_in_two_places(scheduler: Scheduler) -> None:
-    scheduler.waiting["a"] = scheduler.running["a"]
+    scheduler.waiting.push(scheduler.running["a"])
 
 
 def keep_a_finished_request(scheduler: Scheduler) -> None:
@@ -75,12 +75,12 @@ def generate_past_max_tokens(scheduler: Scheduler) -> None:
 
 
 def index_a_free_block(scheduler: Scheduler) -> None:
-    scheduler.prefix_cache._digest_of[scheduler.pool.free_blocks[0]] = b"x"
+    scheduler.blocks.prefix_cache._digest_of[scheduler.blocks.pool.free_blocks[0]] = b"x"
 
 
 def index_a_block_under_a_wrong_digest(scheduler: Scheduler) -> None:
     block_id = scheduler.running["a"].block_table[0]
-    scheduler.prefix_cache._digest_of[block_id] = b"x"
+    scheduler.blocks.prefix_cache._digest_of[block_id] = b"x"
 
 
 SCHEDULER_FAULTS: list[tuple[str, Callable[[Scheduler], None]]] = [

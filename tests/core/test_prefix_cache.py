@@ -34,7 +34,7 @@ def test_salts_adapters_and_their_borders_never_collide() -> None:
 
 def test_match_stops_at_the_first_unknown_block() -> None:
     pool = BlockPool(4)
-    cache = PrefixCache(pool)
+    cache = PrefixCache(pool, on_evict=lambda block_id, digest: None)
     blocks, digests = pool.allocate(3), hashes(list(range(12)))
     cache.insert(digests[0], blocks[0])
     cache.insert(digests[2], blocks[2])
@@ -43,7 +43,7 @@ def test_match_stops_at_the_first_unknown_block() -> None:
 
 def test_the_first_block_of_equal_contents_stays() -> None:
     pool = BlockPool(2)
-    cache = PrefixCache(pool)
+    cache = PrefixCache(pool, on_evict=lambda block_id, digest: None)
     first, second = pool.allocate(2)
     digest = hashes(list(range(4)))[0]
     cache.insert(digest, first)
@@ -54,7 +54,7 @@ def test_the_first_block_of_equal_contents_stays() -> None:
 
 def test_an_evicted_block_is_no_longer_found() -> None:
     pool = BlockPool(1)
-    cache = PrefixCache(pool)
+    cache = PrefixCache(pool, on_evict=lambda block_id, digest: None)
     blocks, digests = pool.allocate(1), hashes(list(range(4)))
     cache.insert(digests[0], blocks[0])
     pool.release(blocks)

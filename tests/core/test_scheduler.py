@@ -131,7 +131,7 @@ class TestPreemption:
         while not driver.scheduler.num_preemptions:
             driver.step()
         driver.add(make_request("late", [1], max_tokens=1))
-        assert [r.status for r in driver.scheduler.waiting.values()] == [
+        assert [r.status for r in driver.scheduler.waiting.in_order()] == [
             RequestStatus.PREEMPTED,
             RequestStatus.WAITING,
         ]
@@ -144,7 +144,7 @@ class TestPreemption:
         driver.add(make_request("b", range(50, 58), max_tokens=20))
         while not driver.scheduler.num_preemptions:
             driver.step()
-        request = driver.scheduler.waiting["b"]
+        request = next(iter(driver.scheduler.waiting))
         known = request.num_tokens
         while "b" not in driver.scheduler.running:
             driver.step()
@@ -191,7 +191,7 @@ class TestPrefixCache:
         driver.step()
         a, b = driver.scheduler.running["a"], driver.scheduler.running["b"]
         assert a.block_table[:2] == b.block_table[:2]
-        assert driver.scheduler.pool.ref_counts[a.block_table[0]] == 2
+        assert driver.scheduler.blocks.pool.ref_counts[a.block_table[0]] == 2
         driver.run()
 
     def test_another_salt_finds_nothing(self) -> None:
@@ -208,7 +208,7 @@ class TestPrefixCache:
             driver.add(make_request(name, range(12)))
             driver.run()
         assert driver.cached == {"a": 0, "b": 0}
-        assert not driver.scheduler.pool.cached_blocks
+        assert not driver.scheduler.blocks.pool.cached_blocks
 
 
 class TestEndings:
@@ -220,7 +220,7 @@ class TestEndings:
             driver.step()
         driver.abort("a")
         assert driver.ended == {"a": FinishReason.ABORT}
-        assert driver.scheduler.pool.num_in_use == 0
+        assert driver.scheduler.blocks.pool.num_in_use == 0
         assert not driver.scheduler.has_work
 
     def test_an_abort_of_an_unknown_id_is_nothing(self) -> None:
@@ -243,7 +243,7 @@ class TestEndings:
         plan = driver.scheduler.schedule()
         driver.take(driver.scheduler.fail(plan, ErrorInfo("request_failed", "boom"), now=0.0))
         assert driver.ended == {"in": FinishReason.ERROR}
-        assert driver.scheduler.pool.num_in_use == 0
+        assert driver.scheduler.blocks.pool.num_in_use == 0
         driver.run()
         assert driver.output["out"] == solo_output([1, 2], 2, next_by_hashing)
 
@@ -293,4 +293,4 @@ def test_a_random_walk_keeps_every_invariant_and_every_output(seed: int) -> None
         if driver.ended[name] is FinishReason.ABORT:
             expected = expected[: len(driver.output[name])]
         assert driver.output[name] == expected, name
-    assert driver.scheduler.pool.num_in_use == 0
+    assert driver.scheduler.blocks.pool.num_in_use == 0

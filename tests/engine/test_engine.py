@@ -79,7 +79,7 @@ def test_books_that_do_not_balance_after_a_failed_step_are_fatal() -> None:
 
     engine = make_engine(ShadowExecutor(before_step=explode))
     engine.add(make_request("a", [1]))
-    engine.scheduler.pool._free.pop()
+    engine.scheduler.blocks.pool._free.pop()
     engine._check_every_step = False
     with pytest.raises(InvariantError, match="every_block_has_one_state"):
         engine.step()

@@ -178,7 +178,7 @@ def test_a_crash_ends_every_stream_and_refuses_later_ones(start: Start) -> None:
     thread.submit(make_request("a", [1], max_tokens=50), receiver)
     assert gate.reached.wait(10.0)
     thread.submit(make_request("b", [1], max_tokens=50), receiver)
-    thread.engine.scheduler.pool._free.pop()  # a bug of ours, found by the next check
+    thread.engine.scheduler.blocks.pool._free.pop()  # a bug of ours, found by the next check
     gate.open()
     for name in "ab":
         event = receiver.wait_for_end(name)

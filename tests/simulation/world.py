@@ -8,18 +8,23 @@ request's text. (After the deterministic simulations of FoundationDB and TigerBe
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cb_backend.config import EngineConfig
+from cb_backend.core.policies import POLICIES
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import StepPlan, TokenEvent
+from cb_backend.core.step_io import BlockCopy, CopyKind, StepPlan, TokenEvent
 from cb_backend.engine.engine import Engine
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing, solo_output
 
 NUM_EVENTS = 60
+POLICY_NAMES = sorted(POLICIES)
+AGEING_S = 20.0  # the simulated clock counts steps
+WEIGHTS = {"a": 1.0, "b": 2.0}
 
 
 class SimulationError(AssertionError):
@@ -34,6 +39,8 @@ class Limits:
     max_num_batched_tokens: int
     max_prefill_chunk: int
     enable_prefix_caching: bool
+    num_host_blocks: int
+    policy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,10 @@ class Submit:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     salt: str
+    priority: int
+    tenant: str
+    deadline: float
+    fork_of: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,13 @@ class FailRow:
     name: str
 
 
-Event = Submit | Abort | FailStep | FailRow
+@dataclass(frozen=True, slots=True)
+class UsePolicy:
+    steps_before: int
+    policy: str
+
+
+Event = Submit | Abort | FailStep | FailRow | UsePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +108,27 @@ def draw(seed: int) -> Scenario:
         kind = rng.random()
         if kind < 0.75 or not names:
             names.append(f"r{number}")
-            events.append(_draw_submit(rng, steps, names[-1], prefixes))
+            submit = _draw_submit(rng, steps, names[-1], prefixes)
+            events.append(submit)
+            if rng.random() < 0.15:
+                for choice in range(rng.randint(1, 3)):
+                    names.append(f"r{number}.{choice}")
+                    length = rng.randint(1, submit.max_tokens)
+                    events.append(
+                        replace(
+                            submit,
+                            steps_before=0,
+                            name=names[-1],
+                            max_tokens=length,
+                            fork_of=submit.name,
+                        )
+                    )
         elif kind < 0.88:
             events.append(Abort(steps, rng.choice(names[-8:])))
-        elif kind < 0.94:
+        elif kind < 0.93:
             events.append(FailRow(steps, rng.choice(names[-8:])))
+        elif kind < 0.96:
+            events.append(UsePolicy(steps, rng.choice(POLICY_NAMES)))
         else:
             events.append(FailStep(steps))
     return Scenario(seed, limits, tuple(events))
@@ -113,6 +146,8 @@ def _draw_limits(rng: random.Random) -> Limits:
         max_num_batched_tokens=budget,
         max_prefill_chunk=rng.randint(1, budget),
         enable_prefix_caching=rng.random() < 0.8,
+        num_host_blocks=rng.choice([0, 1, 3, 12, 40]),
+        policy=rng.choice(POLICY_NAMES),
     )
 
 
@@ -127,7 +162,18 @@ def _draw_submit(
     if rng.random() < 0.4:
         output = solo_output(prompt, max_tokens, next_by_hashing)
         stops = (rng.choice(output),)
-    return Submit(steps, name, prompt, max_tokens, stops, rng.choice(["", "", "x"]))
+    return Submit(
+        steps_before=steps,
+        name=name,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        stop_token_ids=stops,
+        salt=rng.choice(["", "", "x"]),
+        priority=rng.choice([0, 0, 0, 1, 5]),
+        tenant=rng.choice("abc"),
+        deadline=rng.choice([math.inf, rng.uniform(0, 400)]),
+        fork_of=None,
+    )
 
 
 def expected_end(submit: Submit) -> tuple[list[int], FinishReason]:
@@ -151,14 +197,15 @@ class World:
         self.ended: dict[str, FinishReason] = {}
         self.may_fail: set[str] = set()
         self.aborted: set[str] = set()
-        self.first_run: list[str] = []  # in the order in which requests were first scheduled
         self._salt_of_block: dict[int, str] = {}  # of the request that wrote it last
+        self._salt_of_host_block: dict[int, str] = {}
         self._tables: dict[str, list[int]] = {}
         self._fail_next_step = False
         self.executor = ShadowExecutor(
             make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size),
             next_token=next_by_hashing,
             before_step=self._before_step,
+            num_host_blocks=limits.num_host_blocks,
         )
         config = EngineConfig(
             model="simulated",
@@ -166,6 +213,10 @@ class World:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_prefill_chunk=limits.max_prefill_chunk,
             enable_prefix_caching=limits.enable_prefix_caching,
+            policy=limits.policy,
+            priority_ageing_s=AGEING_S,
+            tenant_weights=WEIGHTS,
+            num_host_kv_blocks=limits.num_host_blocks,
             check_invariants=True,
         )
         self.engine = Engine(config, self.executor, clock=lambda: float(self.steps))
@@ -182,13 +233,15 @@ class World:
         match event:
             case Submit():
                 self.submits[event.name] = event
-                self._take(self.engine.add(_request_of(event)))
+                self._take(self.engine.add(_request_of(event, arrival=float(self.steps))))
             case Abort(name=name):
                 if name in self.submits and name not in self.ended:
                     self.aborted.add(name)
                 self._take(self.engine.abort(name))
                 if name in self.engine.scheduler.running:
                     raise SimulationError(f"{name} runs on after its abort")
+            case UsePolicy(policy=policy):
+                self.engine.use_policy(policy)
             case FailStep():
                 self._fail_next_step = self.engine.has_work
             case FailRow(name=name):
@@ -222,16 +275,34 @@ class World:
         admitted = [admission.request_id for admission in plan.admitted]
         if again := set(admitted) & set(plan.retired):
             raise SimulationError(f"{again} lost their blocks and got new ones in one step")
-        resuming = {name for name in self.first_run if name in self.engine.scheduler.waiting}
-        for name in admitted:
-            if name not in self.first_run:
-                self.first_run.append(name)
-                if resuming:
-                    raise SimulationError(f"{name} goes before {resuming}, which had begun")
+        for waiting in self.engine.scheduler.waiting:
+            for name in admitted:
+                chosen = self.engine.scheduler.running[name]
+                if waiting.request_id not in plan.retired and self._is_before(waiting, chosen):
+                    raise SimulationError(f"{name} goes before {waiting.request_id}")
+
+    def _is_before(self, first: Request, second: Request) -> bool:
+        """Whether the policy in force says that `first` must be served before `second`."""
+        arrived_first = first.sequence < second.sequence
+        match self.engine.scheduler.policy.name:
+            case "fcfs":
+                return arrived_first
+            case "fair":
+                return arrived_first and first.tenant == second.tenant
+            case "deadline":
+                return first.deadline < second.deadline or (
+                    first.deadline == second.deadline and arrived_first
+                )
+            case _:
+                waited_more = second.arrival_time - first.arrival_time
+                levels = (first.priority - second.priority) * AGEING_S + waited_more
+                return levels > 0 or (levels == 0 and arrived_first)
 
     def _check_salts(self, plan: StepPlan) -> None:
         """Whatever a request finds computed was computed under its own salt."""
         block_size = self.scenario.limits.block_size
+        for copy in plan.copies:
+            self._follow_salt(copy)
         for admission in plan.admitted:
             self._tables[admission.request_id] = []
         for row in plan.rows:
@@ -243,6 +314,11 @@ class World:
                     raise SimulationError(f"{row.request_id} reads a block of another salt")
             for block_id in table[first:]:
                 self._salt_of_block[block_id] = salt
+
+    def _follow_salt(self, copy: BlockCopy) -> None:
+        source = self._salt_of_host_block if copy.kind is CopyKind.IN else self._salt_of_block
+        target = self._salt_of_host_block if copy.kind is CopyKind.OUT else self._salt_of_block
+        target[copy.target] = source[copy.source]
 
     def _check_budget(self, plan: StepPlan) -> None:
         """Once more from outside, where a mutated invariant cannot look away."""
@@ -275,8 +351,7 @@ class World:
             raise SimulationError(f"{sorted(missing)} never ended")
         for name, submit in self.submits.items():
             self._check_output(name, submit)
-        self._check_order()
-        pool = self.engine.scheduler.pool
+        pool = self.engine.scheduler.blocks.pool
         if pool.num_available != pool.num_blocks:
             raise SimulationError(f"{pool.num_in_use} blocks in use when all is done")
         if sum(self.engine.stats().finished.values()) != len(self.submits):
@@ -294,14 +369,8 @@ class World:
                 f" alone with {expected_reason.name} and {expected}"
             )
 
-    def _check_order(self) -> None:
-        """First come, first served: nobody who never ran is passed by a later arrival."""
-        arrivals = [name for name in self.submits if name in self.first_run]
-        if arrivals != self.first_run:
-            raise SimulationError(f"arrived as {arrivals}, first ran as {self.first_run}")
 
-
-def _request_of(submit: Submit) -> Request:
+def _request_of(submit: Submit, arrival: float) -> Request:
     return Request(
         request_id=submit.name,
         token_ids=list(submit.prompt),
@@ -310,8 +379,12 @@ def _request_of(submit: Submit) -> Request:
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
         seed=0,
-        arrival_time=0.0,
+        arrival_time=arrival,
         cache_salt=submit.salt,
+        priority=submit.priority,
+        tenant=submit.tenant,
+        deadline=submit.deadline,
+        fork_of=submit.fork_of,
     )
 
 

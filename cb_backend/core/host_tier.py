@@ -1,0 +1,54 @@
+"""Which KV blocks lie in host memory. Engine thread only; knows numbers, never contents.
+
+The second level of the prefix cache: a full block whose device copy is evicted goes on living
+here, so that a preempted request, or a prompt that comes again, copies instead of computing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class HostTier:
+    """Host blocks 0..num_blocks-1 by digest; the least recently used one is overwritten first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.pinned: frozenset[bytes] = frozenset()  # must not be overwritten now
+        self._block_of: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(reversed(range(num_blocks)))
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._block_of
+
+    @property
+    def blocks(self) -> dict[bytes, int]:
+        """Digest to host block, least recently used first."""
+        return dict(self._block_of)
+
+    def put(self, digest: bytes) -> int | None:
+        """The host block that `digest` shall be copied to; None when there is none to overwrite."""
+        if self._free:
+            block = self._free.pop()
+        elif self._block_of and next(iter(self._block_of)) not in self.pinned:
+            block = self._block_of.popitem(last=False)[1]
+        else:
+            return None
+        self._block_of[digest] = block
+        return block
+
+    def touch(self, digest: bytes) -> int:
+        """Where `digest` lies, now the most recently used. Raises KeyError if it does not."""
+        self._block_of.move_to_end(digest)
+        return self._block_of[digest]
+
+    def discard(self, host_block: int) -> None:
+        """Forget what lies there, since its copy failed. Unknown blocks are ignored."""
+        for digest, block in self._block_of.items():
+            if block == host_block:
+                del self._block_of[digest]
+                self._free.append(block)
+                return

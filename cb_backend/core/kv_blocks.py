@@ -1,0 +1,140 @@
+"""Gives requests their KV blocks and takes them back. Engine thread only.
+
+Brings together the pool, the prefix cache and the host tier, and writes down which blocks the
+next step must copy before it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cb_backend.core.block_pool import BlockPool
+from cb_backend.core.host_tier import HostTier
+from cb_backend.core.prefix_cache import PrefixCache, extend_block_hashes
+from cb_backend.core.request import Request
+from cb_backend.core.step_io import BlockCopy, CopyKind, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What of a request's tokens is computed already, from the first token on."""
+
+    shared: list[int]  # device blocks to share
+    swapped: list[int]  # host blocks that follow them, to copy in
+    forked: int | None  # a device block that follows them, to copy: only its head is wanted
+    num_tokens: int  # that all of these cover
+
+
+class KVBlocks:
+    """The block tables of all running requests, and where their contents come from."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_host_blocks: int, enable_prefix_caching: bool
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, on_evict=self._swap_out)
+        self.host = HostTier(num_host_blocks)
+        self._enable_prefix_caching = enable_prefix_caching
+        self._copies: list[BlockCopy] = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that the table lacks to cover the first `num_tokens` tokens."""
+        return max(self.blocks_for(num_tokens) - len(request.block_table), 0)
+
+    def find(self, request: Request, parent: Request | None) -> Found:
+        """The longest computed beginning: the running parent's of a fork, or the cache's."""
+        if self._enable_prefix_caching:
+            self._extend_hashes(request)
+        if parent is not None:
+            return self._find_fork(request, parent)
+        # The last token must be computed even if its block is known: its logits are wanted.
+        digests = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        shared = self.prefix_cache.match(digests)
+        swapped = []
+        for digest in digests[len(shared) :]:
+            if digest not in self.host:
+                break
+            swapped.append(self.host.touch(digest))
+        num_tokens = (len(shared) + len(swapped)) * self.block_size
+        return Found(shared, swapped, None, num_tokens)
+
+    def num_taken(self, request: Request, found: Found) -> int:
+        """Available blocks that it takes to hold all known tokens, given what was found."""
+        from_idle = sum(self.pool.is_idle(block_id) for block_id in found.shared)
+        return self.blocks_for(request.num_tokens) - len(found.shared) + from_idle
+
+    def attach(self, request: Request, found: Found) -> None:
+        """Begin the request's table with what was found. There must be room for the copies."""
+        self.pool.share(found.shared)
+        request.block_table = list(found.shared)
+        request.num_indexed_blocks = len(found.shared)
+        request.num_computed_tokens = found.num_tokens
+        # Each allocation may evict a block into the host tier; it must not land on one that is
+        # about to be read. Copies run in the order in which they are written down.
+        self.host.pinned = frozenset(request.block_hashes) if found.swapped else frozenset()
+        for host_block in found.swapped:
+            self._append_copy(request, CopyKind.IN, host_block)
+        self.host.pinned = frozenset()
+        if found.forked is not None:
+            self._append_copy(request, CopyKind.FORK, found.forked)
+
+    def grow(self, request: Request, num_tokens: int) -> int:
+        """Make the table cover the first `num_tokens` tokens; returns the blocks that it took."""
+        missing = self.missing(request, num_tokens)
+        request.block_table += self.pool.allocate(missing)
+        return missing
+
+    def release(self, request: Request) -> None:
+        self.pool.release(request.block_table)
+        request.block_table = []
+        request.num_indexed_blocks = 0
+
+    def index_full(self, request: Request) -> None:
+        """Make every block that is full and computed findable."""
+        if not self._enable_prefix_caching:
+            return
+        num_full = request.num_computed_tokens // self.block_size
+        if num_full > request.num_indexed_blocks:
+            self._extend_hashes(request)
+            for index in range(request.num_indexed_blocks, num_full):
+                self.prefix_cache.insert(request.block_hashes[index], request.block_table[index])
+            request.num_indexed_blocks = num_full
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """What must be copied before the next step computes, in this order."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def forget_failed_copies(self, plan: StepPlan) -> None:
+        """The step raised: what it should have copied to the host may not be there."""
+        for copy in plan.copies:
+            if copy.kind is CopyKind.OUT:
+                self.host.discard(copy.target)
+
+    def _append_copy(self, request: Request, kind: CopyKind, source: int) -> None:
+        (block_id,) = self.pool.allocate(1)
+        self._copies.append(BlockCopy(kind, source, block_id))
+        request.block_table.append(block_id)
+
+    def _swap_out(self, block_id: int, digest: bytes) -> None:
+        if digest not in self.host and (host_block := self.host.put(digest)) is not None:
+            self._copies.append(BlockCopy(CopyKind.OUT, block_id, host_block))
+
+    def _find_fork(self, request: Request, parent: Request) -> Found:
+        # The last prompt token is computed again by each choice, which wants logits of its own.
+        num_tokens = request.num_prompt_tokens - 1
+        num_full = num_tokens // self.block_size
+        forked = parent.block_table[num_full] if num_tokens % self.block_size else None
+        return Found(parent.block_table[:num_full], [], forked, num_tokens)
+
+    def _extend_hashes(self, request: Request) -> None:
+        extend_block_hashes(
+            request.block_hashes,
+            request.token_ids,
+            block_size=self.block_size,
+            salt=request.cache_salt,
+        )

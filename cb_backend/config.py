@@ -32,7 +32,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # token budget of one step
     max_prefill_chunk: int | None = None  # most tokens one request takes of a contended step;
     # None: half of the budget
-    max_num_waiting: int = 4096  # requests that may queue; beyond it submit is refused
+    target_itl_s: float | None = None  # seconds between a stream's tokens that steps shall keep;
+    # the token budget then follows the measured steps; None: always the whole budget
+    max_num_waiting: int = 4096  # requests that may queue; beyond it new ones are refused
+    max_waiting_tokens: int | None = None  # prompt tokens that may queue; None: no limit
     enable_prefix_caching: bool = True
     num_host_kv_blocks: int = 0  # blocks in host memory that evicted ones go to; 0: none
 
@@ -57,14 +60,16 @@ class EngineConfig:
             "block_size",
             "num_kv_blocks",
             "max_prefill_chunk",
+            "max_waiting_tokens",
             "num_threads",
         ):
             if (value := getattr(self, name)) is not None:
                 _check_at_least(name, value, 1)
-        for name in ("step_timeout_s", "drain_timeout_s"):
+        for name in ("step_timeout_s", "drain_timeout_s", "priority_ageing_s"):
             _check_positive(name, getattr(self, name))
-        if self.kv_cache_gib is not None:
-            _check_positive("kv_cache_gib", self.kv_cache_gib)
+        for name in ("kv_cache_gib", "target_itl_s"):
+            if (value := getattr(self, name)) is not None:
+                _check_positive(name, value)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(
                 f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}",

@@ -4,6 +4,7 @@
     ├── InvalidRequestError          the client's fault; names the field, the value and the limit
     │   └── PromptTooLongError
     ├── OverloadedError              the waiting queue is full; try again
+    ├── DeadlineError                the request could not be answered in the time it gives
     ├── EngineUnavailableError
     │   ├── EngineNotReadyError      loading or draining
     │   └── EngineDeadError          the engine thread crashed or hangs
@@ -32,6 +33,7 @@ class ErrorInfo:
     code: str
     message: str
     field: str | None = None
+    retry_after_s: float | None = None  # when to come back, where that helps
 
 
 class CBError(Exception):
@@ -39,13 +41,16 @@ class CBError(Exception):
 
     code: ClassVar[str] = "internal_error"
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(self.code, self.message, self.field)
+        return ErrorInfo(self.code, self.message, self.field, self.retry_after_s)
 
 
 class InvalidRequestError(CBError):
@@ -58,6 +63,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class OverloadedError(CBError):
     code = "overloaded"
+
+
+class DeadlineError(CBError):
+    code = "deadline_unreachable"
 
 
 class EngineUnavailableError(CBError):
@@ -102,7 +111,8 @@ class WrongThreadError(InternalError):
 
 def error_from_info(info: ErrorInfo) -> CBError:
     """The exception that an `ErrorInfo` stands for; an unknown code becomes a plain CBError."""
-    return _BY_CODE.get(info.code, CBError)(info.message, field=info.field)
+    kind = _BY_CODE.get(info.code, CBError)
+    return kind(info.message, field=info.field, retry_after_s=info.retry_after_s)
 
 
 def _subclasses(base: type[CBError]) -> list[type[CBError]]:

@@ -24,6 +24,15 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """What a request took, known at its end."""
+
+    device_seconds: float  # its share of the steps it was in, by tokens
+    kv_block_seconds: float  # KV blocks held, times seconds of those steps
+    num_preemptions: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """`token_ids` is the prompt followed by the output: all that is known of the sequence.
@@ -54,6 +63,8 @@ class Request:
     num_indexed_blocks: int = 0  # leading blocks of the table that the prefix cache has seen
     num_preemptions: int = 0
     num_charged: int = 0  # tokens that the policy has accounted for
+    device_seconds: float = 0.0  # its share of its steps, by tokens
+    block_seconds: float = 0.0  # KV blocks held, times seconds of its steps
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +77,9 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    def cost(self) -> RequestCost:
+        return RequestCost(self.device_seconds, self.block_seconds, self.num_preemptions)
 
     def append_output(
         self, sampled: tuple[int, ...]

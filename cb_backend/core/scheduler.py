@@ -112,6 +112,14 @@ class Scheduler:
         self._spend_rest(draft)
         return self._plan(draft)
 
+    def charge(self, plan: StepPlan, seconds: float) -> None:
+        """Share out what the step took among its rows, before `update` ends some of them."""
+        per_token = seconds / max(plan.num_tokens, 1)
+        for row in plan.rows:
+            if (request := self.running.get(row.request_id)) is not None:
+                request.device_seconds += row.num_scheduled_tokens * per_token
+                request.block_seconds += len(request.block_table) * seconds
+
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Take in what `plan` computed; returns an event for each request that moved visibly."""
         events = []
@@ -369,4 +377,5 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=reason,
             error=error,
+            cost=None if reason is None else request.cost(),
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cb_backend.core.request import FinishReason
+from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.errors import ErrorInfo
 
@@ -95,6 +95,7 @@ class TokenEvent:
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None  # set exactly when finish_reason is ERROR
+    cost: RequestCost | None = None  # set with the finish_reason of a request that was queued
 
 
 @dataclass(frozen=True, slots=True)

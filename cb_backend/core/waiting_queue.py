@@ -21,9 +21,13 @@ class WaitingQueue:
         self._requests: dict[str, tuple[Request, Key]] = {}
         self._heaps: dict[str, list[tuple[Key, str]]] = {}
         self._sizes: dict[str, int] = {}  # live requests of each group
+        self.num_tokens = 0  # known and not computed, of all that wait
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -41,6 +45,7 @@ class WaitingQueue:
         self._requests[request.request_id] = (request, key)
         heapq.heappush(self._heaps.setdefault(group, []), (key, request.request_id))
         self._sizes[group] = self._sizes.get(group, 0) + 1
+        self.num_tokens += request.num_tokens
 
     def peek(self) -> Request:
         """The next one. Raises IndexError when nothing waits."""
@@ -55,6 +60,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Raises KeyError if it does not wait."""
         del self._requests[request.request_id]
+        self.num_tokens -= request.num_tokens
         group = self._policy.group(request)
         self._sizes[group] -= 1
         if self._sizes[group] == 0:

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable
 
 from cb_backend.config import EngineConfig
+from cb_backend.core.admission import AdmissionLimits, refusal
 from cb_backend.core.invariants import check_plan, check_scheduler
 from cb_backend.core.policies import Policy, make_policy
+from cb_backend.core.rates import StepRates, TokenBudget
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler, SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
 from cb_backend.engine.stats import EngineStats, StatsRecorder, StepRecord
-from cb_backend.errors import ErrorInfo, InvalidRequestError, RequestFailedError, WrongThreadError
+from cb_backend.errors import CBError, ErrorInfo, RequestFailedError, WrongThreadError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,15 @@ class Engine:
             _scheduler_limits(config, executor.model_info), self._policy(config.policy)
         )
         self.recorder = StatsRecorder()
+        self.rates = StepRates()
+        self._budget = TokenBudget(
+            low=config.max_num_seqs,
+            high=config.max_num_batched_tokens,
+            target_s=config.target_itl_s,
+        )
+        self._admission = AdmissionLimits(
+            max_num_waiting=config.max_num_waiting, max_waiting_tokens=config.max_waiting_tokens
+        )
         self._check_every_step = config.check_invariants
         self._clock = clock
         self._thread_id = threading.get_ident()
@@ -43,11 +54,12 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> list[TokenEvent]:
-        """Queue a request; one that can never fit ends at once, with an error event."""
+        """Queue a request; one that is refused ends at once, with an error event."""
         self._assert_thread()
         try:
+            self._check_admission(request)
             self.scheduler.add(request)
-        except InvalidRequestError as error:
+        except CBError as error:
             return self._record([self._refusal(request, error.info())])
         self.recorder.prompt_tokens += request.num_prompt_tokens
         return []
@@ -65,8 +77,10 @@ class Engine:
         """One forward pass: what is known of every request grows, and some end."""
         self._assert_thread()
         started = self._clock()
+        self.scheduler.token_budget = self._budget.choose(self.rates)
         plan = self.scheduler.schedule()
         result = self._execute(plan)
+        self._charge(plan, self._clock() - started)
         events = self._update(plan, result)
         self._log_step(plan, started, failed=isinstance(result, ErrorInfo))
         return self._record(events)
@@ -117,6 +131,15 @@ class Engine:
         if self._check_every_step:
             self.check()
         return events
+
+    def _check_admission(self, request: Request) -> None:
+        error = refusal(request, self.scheduler, self.rates, self._admission, self._clock())
+        if error is not None:
+            raise error
+
+    def _charge(self, plan: StepPlan, seconds: float) -> None:
+        self.rates.observe(plan.num_tokens, seconds)
+        self.scheduler.charge(plan, seconds)
 
     def _refusal(self, request: Request, error: ErrorInfo) -> TokenEvent:
         return TokenEvent(

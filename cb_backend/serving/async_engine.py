@@ -19,7 +19,7 @@ from cb_backend.core.step_io import ModelInfo, TokenEvent
 from cb_backend.engine.engine_thread import EngineStatus, EngineThread
 from cb_backend.engine.output_queue import Receiver
 from cb_backend.engine.stats import EngineStats, StepRecord
-from cb_backend.errors import InvalidRequestError, OverloadedError, PromptTooLongError
+from cb_backend.errors import InvalidRequestError, PromptTooLongError
 from cb_backend.serving.engine_client import GenerateRequest
 from cb_backend.serving.token_stream import LoopReceiver, TokenStream
 
@@ -60,17 +60,11 @@ class AsyncEngine:
     def submit(self, request: GenerateRequest, receiver: Receiver) -> str:
         """Check, queue, and return the request id under which `receiver` gets its events.
 
-        Raises InvalidRequestError, OverloadedError or EngineUnavailableError; then nothing has
-        been queued.
+        Raises InvalidRequestError or EngineUnavailableError; then nothing has been queued. An
+        overloaded engine refuses with the request's first event, which is then an error.
         """
         info = self.model_info()
         built = _build_request(request, info)
-        num_live, cap = len(self._thread.output_queue), self._max_live
-        if num_live >= cap:
-            raise OverloadedError(
-                f"{num_live} requests run or wait, the limit is {cap}"
-                " (max_num_seqs + max_num_waiting); try again later"
-            )
         self._thread.submit(built, receiver)
         return built.request_id
 
@@ -108,10 +102,6 @@ class AsyncEngine:
     def close(self) -> None:
         """Drain and wait for the engine thread to end. Blocks; may be called again."""
         self._thread.close()
-
-    @property
-    def _max_live(self) -> int:
-        return self.config.max_num_seqs + self.config.max_num_waiting
 
     def _streams_of(self, loop: asyncio.AbstractEventLoop) -> _LoopStreams:
         if loop not in self._loops:

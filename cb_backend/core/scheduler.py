@@ -7,13 +7,12 @@ a whole prompt, a chunk of one, or the single token that was sampled last. (vLLM
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter
 from dataclasses import dataclass, field
 
 from cb_backend.core.kv_blocks import Found, KVBlocks
 from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request, RequestStatus
+from cb_backend.core.roster import Roster
 from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepResult, TokenEvent
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, PromptTooLongError
@@ -55,31 +54,27 @@ class Scheduler:
             num_host_blocks=limits.num_host_blocks,
             enable_prefix_caching=limits.enable_prefix_caching,
         )
-        self.running: dict[str, Request] = {}
+        self.roster = Roster(policy)
         self.num_preemptions = 0  # since the start
         self.num_cached_tokens = 0  # prompt tokens that need not be computed, since the start
-        self.waiting = WaitingQueue(policy)
-        self.forks: dict[str, list[Request]] = {}  # wait for the prompt of the request named
-        self.policy = policy
-        self._active: Counter[str] = Counter()  # requests of each group that run or wait
-        self._order: list[tuple[tuple[float, ...], str]] = []  # the running, by the policy's key
         self._retired: list[str] = []  # rows the executor still has and must drop
-        self._num_added = 0
         self._step = 0
+
+    @property
+    def running(self) -> dict[str, Request]:
+        return self.roster.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.roster.waiting
+
+    @property
+    def policy(self) -> Policy:
+        return self.roster.policy
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)  # forks wait for one of these
-
-    def use(self, policy: Policy) -> None:
-        """Order everything anew."""
-        waiting = list(self.waiting)
-        self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
-        for request in self.running.values():
-            self._activate(request)
-        for request in waiting:
-            self._push(request)
-        self._order = sorted((policy.key(r), r.request_id) for r in self.running.values())
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptTooLongError if even an empty pool cannot hold it."""
@@ -91,13 +86,7 @@ class Scheduler:
                 f" has {self.limits.num_blocks} of {self.limits.block_size} tokens",
                 field="prompt",
             )
-        self._num_added += 1
-        request.sequence = self._num_added
-        parent = self._find(request.fork_of)
-        if parent is not None and parent.num_output_tokens == 0:
-            self.forks.setdefault(parent.request_id, []).append(request)
-        else:
-            self._push(request)
+        self.roster.add(request)
 
     def schedule(self) -> StepPlan:
         """The next step. Its rows are empty only if there is no work."""
@@ -135,7 +124,7 @@ class Scheduler:
             if row.samples:
                 token_ids, reason = request.append_output(result.token_ids[row.request_id])
                 events.append(self._event(request, token_ids, now, reason))
-                self._push_forks(request)  # its prompt is computed now
+                self.roster.queue_forks_of(request)  # its prompt is computed now
                 if reason is not None:
                     self._leave(request)
         return events
@@ -152,34 +141,37 @@ class Scheduler:
 
     def abort(self, request_id: str, now: float) -> list[TokenEvent]:
         """End a request wherever it is, blocks and all. An unknown id is no error: it has ended."""
-        request = self._find(request_id)
+        request = self.roster.find(request_id)
         return [] if request is None else [self._finish(request, FinishReason.ABORT, now)]
+
+    def why_first_waits(self) -> str:
+        """What the first in the queue lacks; empty when nothing waits."""
+        return (self._lacks(self.waiting.peek()) or "the next step") if self.waiting else ""
 
     # Sharing out the budget, in the order of schedule().
 
     def _displace(self, draft: _Draft) -> None:
         """Let the first in the queue throw out the last of the running, if the policy says so."""
         while self.waiting and self.running:
-            first, last = self.waiting.peek(), self._last()
+            first, last = self.waiting.peek(), self.roster.last()
             if not self.policy.displaces(first, last):
                 return
-            if self._fits(first, self._look_up(first), self._num_promised()):
+            if not self._lacks(first):
                 return
             self._preempt(last, draft)
 
     def _continue_running(self, draft: _Draft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         nobody_lost = True
-        for _, request_id in list(self._order):
-            request = self.running.get(request_id)
-            if request is None:
+        for request in self.roster.in_order():
+            if request.status is not RequestStatus.RUNNING:
                 continue  # gave way to an earlier one a moment ago
             chunk = min(request.num_uncomputed_tokens, self.limits.max_prefill_chunk)
             num_new = min(chunk, draft.left + 1)  # the 1 that was set aside
             while self._missing(request, num_new) > self.blocks.pool.num_available:
                 nobody_lost = False
                 draft.left += 1
-                self._preempt(last := self._last(), draft)
+                self._preempt(last := self.roster.last(), draft)
                 if last is request:
                     break
             else:
@@ -188,18 +180,21 @@ class Scheduler:
         return nobody_lost
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        promised = self._num_promised()
+        left = self._num_unpromised()
         while self.waiting and draft.left > 0:
             request = self.waiting.peek()
             if request.request_id in draft.preempted:
                 return  # has just been displaced: not again in the same step
             found = self._look_up(request)
-            if not self._fits(request, found, promised):
+            taken = self.blocks.num_taken(request, found)
+            # The whole of it must fit beside what the running ones still need to catch up: else
+            # it would be preempted in the middle of its prompt.
+            if not self._has_seat() or taken > left - self._headroom():
                 return
+            left -= taken
             self._admit(request, found, draft)
             chunk = min(request.num_uncomputed_tokens, self.limits.max_prefill_chunk)
             self._give(request, min(chunk, draft.left), draft)
-            promised += self._missing(request, request.num_uncomputed_tokens)
 
     def _spend_rest(self, draft: _Draft) -> None:
         """What is left after everyone had a share goes to the first that can use more."""
@@ -269,16 +264,27 @@ class Scheduler:
         is_new = request.status is RequestStatus.WAITING
         return self.blocks.find(request, parent if is_new else None)
 
-    def _fits(self, request: Request, found: Found, promised: int) -> bool:
-        """Whether there are a seat for it and blocks for the whole of it, beside what the running
-        ones still need to catch up: else it would be preempted in the middle of its prompt."""
-        headroom = max(1, self.limits.num_blocks // 100) if self.running else 0
-        left = self.blocks.pool.num_available - promised - headroom
-        has_seat = len(self.running) < self.limits.max_num_seqs
-        return has_seat and self.blocks.num_taken(request, found) <= left
+    def _lacks(self, request: Request) -> str:
+        """What keeps it from running; empty when nothing does."""
+        if not self._has_seat():
+            return f"a seat: {len(self.running)} of {self.limits.max_num_seqs} are taken"
+        wanted = self.blocks.num_taken(request, self._look_up(request))
+        left = self._num_unpromised() - self._headroom()
+        if wanted > left:
+            return f"KV blocks: it needs {wanted}, {max(left, 0)} are not promised to others"
+        return ""
 
-    def _num_promised(self) -> int:
-        return sum(self._missing(r, r.num_uncomputed_tokens) for r in self.running.values())
+    def _has_seat(self) -> bool:
+        return len(self.running) < self.limits.max_num_seqs
+
+    def _num_unpromised(self) -> int:
+        """Available blocks less what the running ones need to catch up."""
+        promised = sum(self._missing(r, r.num_uncomputed_tokens) for r in self.running.values())
+        return self.blocks.pool.num_available - promised
+
+    def _headroom(self) -> int:
+        """Blocks kept back at admission, so that the running ones can grow for a while."""
+        return max(1, self.limits.num_blocks // 100) if self.running else 0
 
     def _missing(self, request: Request, num_new: int) -> int:
         return self.blocks.missing(request, request.num_computed_tokens + num_new)
@@ -288,71 +294,27 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = found.num_tokens
             self.num_cached_tokens += found.num_tokens
-        request.status = RequestStatus.RUNNING
-        self.waiting.remove(request)
-        self.running[request.request_id] = request
-        insort(self._order, (self.policy.key(request), request.request_id))
+        self.roster.run(request)
         self.policy.charged(request, 0, found.num_tokens)
         draft.admitted.append(request)
         draft.table_start[request.request_id] = 0
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Take everything back; the request is computed again, prompt and output, when it fits."""
-        self._leave_running(request)
-        request.status = RequestStatus.PREEMPTED
+        self._take_back(request)
+        self.roster.preempt(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         draft.preempted.add(request.request_id)
-        self.waiting.push(request)
-
-    def _push(self, request: Request) -> None:
-        self._activate(request)
-        self.waiting.push(request)
-
-    def _push_forks(self, request: Request) -> None:
-        for fork in self.forks.pop(request.request_id, ()):
-            self._push(fork)
-
-    def _activate(self, request: Request) -> None:
-        group = self.policy.group(request)
-        if group not in self._active:
-            self.policy.activated(group, self._active.keys())
-        self._active[group] += 1
-
-    def _deactivate(self, request: Request) -> None:
-        group = self.policy.group(request)
-        self._active[group] -= 1
-        if not self._active[group]:
-            del self._active[group]
-
-    def _last(self) -> Request:
-        return self.running[self._order[-1][1]]
-
-    def _find(self, request_id: str | None) -> Request | None:
-        if request_id is None:
-            return None
-        found = self.running.get(request_id) or self.waiting.get(request_id)
-        forks = (fork for group in self.forks.values() for fork in group)
-        return found or next((fork for fork in forks if fork.request_id == request_id), None)
 
     def _leave(self, request: Request) -> None:
-        """It has ended. Its forks, if they still wait for its prompt, go on without it."""
         if request.request_id in self.running:
-            self._leave_running(request)
-            self._deactivate(request)
-        elif request.request_id in self.waiting:
-            self.waiting.remove(request)
-            self._deactivate(request)
-        else:
-            self.forks[request.fork_of or ""].remove(request)
-        request.status = RequestStatus.FINISHED
-        self._push_forks(request)
+            self._take_back(request)
+        self.roster.end(request)
 
-    def _leave_running(self, request: Request) -> None:
+    def _take_back(self, request: Request) -> None:
         self.blocks.release(request)
-        del self.running[request.request_id]
-        self._order.remove((self.policy.key(request), request.request_id))
         self._retired.append(request.request_id)
 
     def _finish(

@@ -71,7 +71,7 @@ class Engine:
     def use_policy(self, name: str) -> None:
         """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
         self._assert_thread()
-        self.scheduler.use(self._policy(name))
+        self.scheduler.roster.use(self._policy(name))
 
     def step(self) -> list[TokenEvent]:
         """One forward pass: what is known of every request grows, and some end."""

@@ -1,0 +1,113 @@
+"""Who runs, who waits, and in which order. Engine thread only; knows no blocks and no tokens.
+
+Every live request has one home here: the running, the queue, or the forks, which wait for the
+prompt of another request to be computed.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+
+from cb_backend.core.policies import Key, Policy
+from cb_backend.core.request import Request, RequestStatus
+from cb_backend.core.waiting_queue import WaitingQueue
+
+
+class Roster:
+    """Moves requests between their homes and keeps the policy's order of the running."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.running: dict[str, Request] = {}
+        self.waiting = WaitingQueue(policy)
+        self.forks: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
+        self._order: list[tuple[Key, str]] = []  # the running, by the policy's key
+        self._active: Counter[str] = Counter()  # requests of each group that run or wait
+        self._num_added = 0
+
+    def use(self, policy: Policy) -> None:
+        """Order everything anew."""
+        waiting = list(self.waiting)
+        self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
+        for request in self.running.values():
+            self._activate(request)
+        for request in waiting:
+            self._queue(request)
+        self._order = sorted((policy.key(r), r.request_id) for r in self.running.values())
+
+    def add(self, request: Request) -> None:
+        """Queue a new request, or keep it as a fork until its parent's prompt is computed."""
+        self._num_added += 1
+        request.sequence = self._num_added
+        parent = self.find(request.fork_of)
+        if parent is not None and parent.num_output_tokens == 0:
+            self.forks.setdefault(parent.request_id, []).append(request)
+        else:
+            self._queue(request)
+
+    def find(self, request_id: str | None) -> Request | None:
+        if request_id is None:
+            return None
+        found = self.running.get(request_id) or self.waiting.get(request_id)
+        forks = (fork for group in self.forks.values() for fork in group)
+        return found or next((fork for fork in forks if fork.request_id == request_id), None)
+
+    def in_order(self) -> list[Request]:
+        """The running requests in the order of the policy."""
+        return [self.running[request_id] for _, request_id in self._order]
+
+    def last(self) -> Request:
+        """The running request that gives way first."""
+        return self.running[self._order[-1][1]]
+
+    def run(self, request: Request) -> None:
+        """From the queue to the running."""
+        request.status = RequestStatus.RUNNING
+        self.waiting.remove(request)
+        self.running[request.request_id] = request
+        insort(self._order, (self.policy.key(request), request.request_id))
+
+    def preempt(self, request: Request) -> None:
+        """From the running back to the queue."""
+        self._stop(request)
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.push(request)
+
+    def end(self, request: Request) -> None:
+        """Its forks, if they still wait for its prompt, go on without it."""
+        if request.request_id in self.running:
+            self._stop(request)
+            self._deactivate(request)
+        elif request.request_id in self.waiting:
+            self.waiting.remove(request)
+            self._deactivate(request)
+        else:
+            self.forks[request.fork_of or ""].remove(request)
+        request.status = RequestStatus.FINISHED
+        self.queue_forks_of(request)
+
+    def queue_forks_of(self, request: Request) -> None:
+        """Its prompt is computed, or never will be."""
+        for fork in self.forks.pop(request.request_id, ()):
+            self._queue(fork)
+
+    def _queue(self, request: Request) -> None:
+        self._activate(request)
+        self.waiting.push(request)
+
+    def _stop(self, request: Request) -> None:
+        del self.running[request.request_id]
+        self._order.remove((self.policy.key(request), request.request_id))
+
+    def _activate(self, request: Request) -> None:
+        group = self.policy.group(request)
+        if group not in self._active:
+            self.policy.activated(group, self._active.keys())
+        self._active[group] += 1
+
+    def _deactivate(self, request: Request) -> None:
+        group = self.policy.group(request)
+        self._active[group] -= 1
+        if not self._active[group]:
+            del self._active[group]

@@ -7,13 +7,14 @@ a whole prompt, a chunk of one, or the single token that was sampled last. (vLLM
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cb_backend.core.kv_blocks import Found, KVBlocks
 from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request, RequestStatus
 from cb_backend.core.roster import Roster
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepResult, TokenEvent
+from cb_backend.core.step_draft import StepDraft
+from cb_backend.core.step_io import StepPlan, StepResult, TokenEvent
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, PromptTooLongError
 
@@ -29,17 +30,6 @@ class SchedulerLimits:
     max_prefill_chunk: int
     enable_prefix_caching: bool
     num_host_blocks: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step in the making: who gets how many tokens, and how long its block table was before."""
-
-    left: int  # tokens of the budget that nobody has yet
-    num_new: dict[str, int] = field(default_factory=dict)
-    table_start: dict[str, int] = field(default_factory=dict)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: set[str] = field(default_factory=set)
 
 
 class Scheduler:
@@ -91,7 +81,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step. Its rows are empty only if there is no work."""
         self._step += 1
-        draft = _Draft(left=self.token_budget)
+        draft = StepDraft(left=self.token_budget)
         self._displace(draft)
         # One token of the budget is set aside for every running request, so that a long prompt
         # never stops a stream; _continue_running gives it back as it goes.
@@ -99,7 +89,10 @@ class Scheduler:
         if self._continue_running(draft):
             self._admit_waiting(draft)
         self._spend_rest(draft)
-        return self._plan(draft)
+        for request, num_new in draft.shares():
+            self.policy.charged(request, num_new, 0)
+        retired, self._retired = tuple(self._retired), []
+        return draft.plan(self._step, retired, self.blocks)
 
     def charge(self, plan: StepPlan, seconds: float) -> None:
         """Share out what the step took among its rows, before `update` ends some of them."""
@@ -150,7 +143,7 @@ class Scheduler:
 
     # Sharing out the budget, in the order of schedule().
 
-    def _displace(self, draft: _Draft) -> None:
+    def _displace(self, draft: StepDraft) -> None:
         """Let the first in the queue throw out the last of the running, if the policy says so."""
         while self.waiting and self.running:
             first, last = self.waiting.peek(), self.roster.last()
@@ -160,7 +153,7 @@ class Scheduler:
                 return
             self._preempt(last, draft)
 
-    def _continue_running(self, draft: _Draft) -> bool:
+    def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         nobody_lost = True
         for request in self.roster.in_order():
@@ -175,11 +168,11 @@ class Scheduler:
                 if last is request:
                     break
             else:
-                self._give(request, num_new, draft)
+                draft.give(request, num_new, self.blocks)
                 draft.left += 1
         return nobody_lost
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: StepDraft) -> None:
         left = self._num_unpromised()
         while self.waiting and draft.left > 0:
             request = self.waiting.peek()
@@ -194,14 +187,13 @@ class Scheduler:
             left -= taken
             self._admit(request, found, draft)
             chunk = min(request.num_uncomputed_tokens, self.limits.max_prefill_chunk)
-            self._give(request, min(chunk, draft.left), draft)
+            draft.give(request, min(chunk, draft.left), self.blocks)
 
-    def _spend_rest(self, draft: _Draft) -> None:
+    def _spend_rest(self, draft: StepDraft) -> None:
         """What is left after everyone had a share goes to the first that can use more."""
-        for request_id, num_new in list(draft.num_new.items()):
+        for request, num_new in draft.shares():
             if draft.left <= 0:
                 return
-            request = self.running[request_id]
             room = (len(request.block_table) + self.blocks.pool.num_available) * (
                 self.limits.block_size
             )
@@ -211,47 +203,7 @@ class Scheduler:
                 room - request.num_computed_tokens - num_new,
             )
             if more > 0:
-                self._give(request, more, draft)
-
-    def _give(self, request: Request, num_new: int, draft: _Draft) -> None:
-        """Add tokens to the request's share of the step, and the blocks that they need."""
-        draft.left -= num_new
-        total = draft.num_new.get(request.request_id, 0) + num_new
-        draft.num_new[request.request_id] = total
-        draft.table_start.setdefault(request.request_id, len(request.block_table))
-        self.blocks.grow(request, request.num_computed_tokens + total)
-
-    def _plan(self, draft: _Draft) -> StepPlan:
-        retired, self._retired = tuple(self._retired), []
-        admitted = tuple(
-            Admission(
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=request.num_computed_tokens,
-                params=request.params,
-                seed=request.seed,
-            )
-            for request in draft.admitted
-        )
-        return StepPlan(
-            step=self._step,
-            retired=retired,
-            admitted=admitted,
-            rows=tuple(self._row(request_id, draft) for request_id in draft.num_new),
-            copies=self.blocks.take_copies(),
-        )
-
-    def _row(self, request_id: str, draft: _Draft) -> ScheduledRow:
-        request, num_new = self.running[request_id], draft.num_new[request_id]
-        self.policy.charged(request, num_new, 0)
-        return ScheduledRow(
-            request_id=request_id,
-            num_computed_tokens=request.num_computed_tokens,
-            num_scheduled_tokens=num_new,
-            new_block_ids=tuple(request.block_table[draft.table_start[request_id] :]),
-            samples=num_new == request.num_uncomputed_tokens,
-        )
+                draft.give(request, more, self.blocks)
 
     # Joining and leaving.
 
@@ -289,17 +241,16 @@ class Scheduler:
     def _missing(self, request: Request, num_new: int) -> int:
         return self.blocks.missing(request, request.num_computed_tokens + num_new)
 
-    def _admit(self, request: Request, found: Found, draft: _Draft) -> None:
+    def _admit(self, request: Request, found: Found, draft: StepDraft) -> None:
         self.blocks.attach(request, found)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = found.num_tokens
             self.num_cached_tokens += found.num_tokens
         self.roster.run(request)
         self.policy.charged(request, 0, found.num_tokens)
-        draft.admitted.append(request)
-        draft.table_start[request.request_id] = 0
+        draft.admit(request)
 
-    def _preempt(self, request: Request, draft: _Draft) -> None:
+    def _preempt(self, request: Request, draft: StepDraft) -> None:
         """Take everything back; the request is computed again, prompt and output, when it fits."""
         self._take_back(request)
         self.roster.preempt(request)

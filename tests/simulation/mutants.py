@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed request forgets its output",
-        "cb_backend.core.scheduler",
+        "cb_backend.core.step_draft",
         "token_ids=tuple(request.token_ids),",
         "token_ids=tuple(request.token_ids[: request.num_prompt_tokens]),",
     ),
@@ -127,14 +127,14 @@ MUTANTS = (
     ),
     Mutant(
         "a row samples before its last token",
-        "cb_backend.core.scheduler",
+        "cb_backend.core.step_draft",
         "samples=num_new == request.num_uncomputed_tokens,",
         "samples=num_new >= request.num_uncomputed_tokens - 1,",
     ),
     Mutant(
         "new blocks are sent again",
-        "cb_backend.core.scheduler",
-        "new_block_ids=tuple(request.block_table[draft.table_start[request_id] :]),",
+        "cb_backend.core.step_draft",
+        "new_block_ids=tuple(request.block_table[self._table_start[request.request_id] :]),",
         "new_block_ids=tuple(request.block_table),",
     ),
     Mutant(

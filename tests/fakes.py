@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -195,6 +196,11 @@ def make_request(
     max_tokens: int = 8,
     stop_token_ids: Sequence[int] = (),
     cache_salt: str = "",
+    priority: int = 0,
+    tenant: str = "",
+    deadline: float = math.inf,
+    arrival_time: float = 0.0,
+    fork_of: str | None = None,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -204,8 +210,12 @@ def make_request(
         max_tokens=max_tokens,
         stop_token_ids=frozenset(stop_token_ids),
         seed=0,
-        arrival_time=0.0,
+        arrival_time=arrival_time,
         cache_salt=cache_salt,
+        priority=priority,
+        tenant=tenant,
+        deadline=deadline,
+        fork_of=fork_of,
     )
 
 

@@ -13,9 +13,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from cb_backend.core.request import Request
 from cb_backend.core.step_io import ModelInfo, TokenEvent
@@ -28,6 +30,8 @@ from cb_backend.errors import (
     EngineNotReadyError,
     EngineUnavailableError,
 )
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,12 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[[Engine], object]
+    answer: Future[object]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     deadline: float  # seconds, monotonic: what still runs then is ended with an error
 
@@ -68,7 +78,7 @@ class EngineThread:
         self._build = build
         self._step_timeout_s = step_timeout_s
         self._drain_timeout_s = drain_timeout_s
-        self._inbox: SimpleQueue[_Submit | _Abort | _Stop] = SimpleQueue()
+        self._inbox: SimpleQueue[_Submit | _Abort | _Call | _Stop] = SimpleQueue()
         self.output_queue = OutputQueue()
         self._status = EngineStatus.LOADING
         self._status_lock = threading.Lock()
@@ -78,6 +88,8 @@ class EngineThread:
         self._next_idle_check = 0.0
         self._busy_since: float | None = None  # when the step that runs now began
         self._ended = threading.Event()
+        self._calls: set[Future[Any]] = set()
+        self._calls_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="cb-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="cb-watchdog", daemon=True)
 
@@ -122,6 +134,20 @@ class EngineThread:
         """The request's blocks are free before the next step. An unknown id is no error."""
         self._inbox.put(_Abort(request_id))
 
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run `function` on the engine thread between two steps; its result or error is the
+        future's. Raises EngineUnavailableError unless the engine is ready or draining."""
+        if self._status not in (EngineStatus.READY, EngineStatus.DRAINING):
+            raise self._unavailable()
+        answer: Future[T] = Future()
+        with self._calls_lock:
+            if self._ended.is_set():
+                raise self._unavailable()
+            self._calls.add(answer)
+        answer.add_done_callback(self._calls.discard)
+        self._inbox.put(_Call(function, answer))  # type: ignore[arg-type]
+        return answer
+
     def drain(self) -> None:
         """Refuse new requests, let the others finish until drain_timeout_s is over, then stop."""
         self._advance(EngineStatus.DRAINING)
@@ -152,7 +178,7 @@ class EngineThread:
             self._advance(EngineStatus.STOPPED)
             self._end_all(EngineUnavailableError("the engine has shut down"))
         finally:
-            self._ended.set()
+            self._end()
 
     def _serve(self, engine: Engine) -> None:
         while not self._is_over(engine):
@@ -185,6 +211,8 @@ class EngineThread:
                     self._publish(engine, engine.add(request))
                 case _Abort(request_id):
                     self._publish(engine, engine.abort(request_id))
+                case _Call(function, answer):
+                    _run_call(function, answer, engine)
                 case _Stop(deadline):
                     self._stop_at = min(deadline, self._stop_at or deadline)
 
@@ -209,16 +237,25 @@ class EngineThread:
             if busy_since is not None and time.monotonic() - busy_since > self._step_timeout_s:
                 logger.critical("the engine thread hangs here:\n%s", self._engine_stack())
                 self._die(f"a step has been running for more than {self._step_timeout_s:g} s")
-                self._ended.set()
+                self._end()
             elif not self._thread.is_alive():
                 self._die("the engine thread has disappeared")
-                self._ended.set()
+                self._end()
 
     def _engine_stack(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame else "(no Python frame)"
 
     # Any of them.
+
+    def _end(self) -> None:
+        """Nothing is taken from the inbox any more: whoever waits for a call is told."""
+        with self._calls_lock:
+            self._ended.set()
+            calls = list(self._calls)
+        for answer in calls:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(self._unavailable())
 
     def _advance(self, status: EngineStatus) -> None:
         with self._status_lock:
@@ -243,3 +280,12 @@ class EngineThread:
                 return EngineNotReadyError("the engine is shutting down and takes no new requests")
             case _:
                 return self._error or EngineDeadError("the engine is dead")
+
+
+def _run_call(function: Callable[[Engine], object], answer: Future[object], engine: Engine) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer.set_result(function(engine))
+    except Exception as error:  # the caller's, who waits for it
+        answer.set_exception(error)

@@ -20,6 +20,7 @@ def make_limits(
     max_num_batched_tokens: int = 32,
     max_prefill_chunk: int = 16,
     enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=num_blocks,
@@ -28,16 +29,19 @@ def make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk=max_prefill_chunk,
         enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
     )
 
 
 class Driver:
     """`step()` is the engine's loop body without thread or clock."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.scheduler = Scheduler(limits, Policy())
+    def __init__(self, limits: SchedulerLimits, policy: Policy | None = None) -> None:
+        self.scheduler = Scheduler(limits, policy or Policy())
         info = make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size)
-        self.executor = ShadowExecutor(info, next_token=next_by_hashing)
+        self.executor = ShadowExecutor(
+            info, next_token=next_by_hashing, num_host_blocks=limits.num_host_blocks
+        )
         self.output: dict[str, list[int]] = defaultdict(list)
         self.ended: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}

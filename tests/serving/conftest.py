@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,10 @@ from cb_backend.serving.openai_api import OpenAIRoutes
 from cb_backend.serving.text_codec import TextCodec
 from tests.engine.test_engine_thread import eventually
 from tests.fakes import ShadowExecutor, make_model_info
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what BentoML's own models make pydantic say at import
+    from bentoml.models import BentoModel  # noqa: F401
 
 MODEL = "fake"
 CONTEXT = 256  # tokens
@@ -105,6 +110,7 @@ class Script:
     tokenizer: PreTrainedTokenizerFast
     token_ids: list[int] = field(default_factory=list)
     before_step: Callable[[StepPlan], None] = lambda plan: None
+    aborted: int = 0  # aborts that have been put into the engine's inbox
 
     def say(self, text: str) -> list[int]:
         self.token_ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -174,8 +180,24 @@ async def until_idle(engine: AsyncEngine) -> None:
     )
 
 
+class WatchedEngine(AsyncEngine):
+    """Tells the script of aborts, and how many requests are queued or running."""
+
+    def __init__(self, config: EngineConfig, thread: EngineThread, script: Script) -> None:
+        super().__init__(config, thread)
+        self._script = script
+
+    @property
+    def num_live(self) -> int:
+        return len(self._thread.output_queue)
+
+    def abort(self, request_id: str) -> None:
+        super().abort(request_id)
+        self._script.aborted += 1
+
+
 @contextlib.contextmanager
-def running_engine(script: Script, **settings: Any) -> Iterator[AsyncEngine]:
+def running_engine(script: Script, **settings: Any) -> Iterator[WatchedEngine]:
     config = EngineConfig(model=MODEL, check_invariants=True, **settings)
     info = make_model_info(
         num_blocks=2 * CONTEXT // 4,
@@ -191,7 +213,7 @@ def running_engine(script: Script, **settings: Any) -> Iterator[AsyncEngine]:
         drain_timeout_s=1.0,
     )
     thread.start()
-    engine = AsyncEngine(config, thread)
+    engine = WatchedEngine(config, thread, script)
     eventually(lambda: engine.is_ready)
     try:
         yield engine
@@ -202,7 +224,7 @@ def running_engine(script: Script, **settings: Any) -> Iterator[AsyncEngine]:
 
 
 @pytest.fixture
-def engine(script: Script) -> Iterator[AsyncEngine]:
+def engine(script: Script) -> Iterator[WatchedEngine]:
     with running_engine(script) as engine:
         yield engine
 

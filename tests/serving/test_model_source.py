@@ -82,5 +82,21 @@ def test_a_hub_id_without_a_hub_is_refused_with_the_reason(
         ModelSource(SourceKind.HUB, "owner/name").folder()
 
 
+@pytest.mark.parametrize(
+    ("name", "pinned"),
+    [
+        ("one", "one:v1"),
+        ("one:latest", "one:v1"),
+        ("one:v0", "one:v0"),
+        ("two:latest", "two:v2"),
+        ("three:latest", "three:latest"),
+    ],
+)
+def test_a_bento_decides_what_latest_is(name: str, pinned: str) -> None:
+    tags = [bentoml.Tag("one", "v1"), bentoml.Tag("two", "v2")]
+    assert model_source(name).pinned_to(tags).name == pinned
+    assert model_source("owner/one").pinned_to(tags).name == "owner/one"
+
+
 def test_nothing_that_runs_code_is_downloaded() -> None:
     assert not any(name.endswith((".py", ".bin", ".pt", ".pkl")) for name in module._HUB_FILES)

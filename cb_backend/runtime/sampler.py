@@ -19,7 +19,9 @@ _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 16
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def sample(
+    logits: Tensor, rows: SamplingRows
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Token ids [R] of logits [R, V], and which rows are sound [R].
 
     A row with a NaN, an infinity, or nothing but minus infinities is not, and its id means nothing.

@@ -18,9 +18,7 @@ def attention_path(device_type: str) -> str:
     return f"paged torch ({device_type})"
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Copy token t's K and V [T, H_kv, D] to slot `slot_mapping[t]`; slot -1 writes nothing.
 
     Slot s is offset s % block_size of block s // block_size. Slots of a step must be distinct.
@@ -28,9 +26,7 @@ def store_kv(
     """
     _check_caches(k_cache, v_cache)
     if k.shape != v.shape or k.shape[1:] != k_cache.shape[2:] or k.dtype != k_cache.dtype:
-        raise ValueError(
-            f"k {_text(k)} and v {_text(v)} do not fit a cache {_text(k_cache)}"
-        )
+        raise ValueError(f"k {_text(k)} and v {_text(v)} do not fit a cache {_text(k_cache)}")
     if slot_mapping.shape != k.shape[:1]:
         raise ValueError(f"{k.shape[0]} tokens need as many slots, got {_text(slot_mapping)}")
     torch_impl.store_kv(k, v, k_cache, v_cache, slot_mapping)

@@ -14,9 +14,7 @@ from torch import Tensor
 from cb_kernels.ragged import Chunk, DecodeGroup, RaggedBatch
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """See `ops.store_kv`."""
     if k.device.type != "cpu" or bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0

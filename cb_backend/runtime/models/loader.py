@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ModelError
@@ -48,14 +49,20 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[CausalModel,
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    if not (folder / "config.json").is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise ModelError(f"no model in {folder}: config.json is missing", field="model")
     try:
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise ModelError(
+                f"transformers {transformers.__version__} does not know model_type"
+                f" {model_type!r} of {folder}; code that comes with a model is never run",
+                field="model",
+            )
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"cannot use the config in {folder}: {error}", field="model"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot use the config in {folder}: {error}", field="model") from error
 
 
 def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:

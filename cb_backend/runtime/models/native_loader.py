@@ -87,8 +87,7 @@ class NativeLoader:
                 "mlp_out": "post_feedforward_layernorm",
             }
         norms = {
-            place: self._norm(f"{prefix}.{name}", spec.hidden_size)
-            for place, name in names.items()
+            place: self._norm(f"{prefix}.{name}", spec.hidden_size) for place, name in names.items()
         }
         if layer.experts is None:
             mlp: nn.Module = self._mlp(f"{prefix}.mlp", spec.intermediate_size)
@@ -133,9 +132,7 @@ class NativeLoader:
         else:
             names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
             gate_up = self._linear(names, [width, width], spec.hidden_size, bias=spec.mlp_bias)
-        down = self._linear(
-            [f"{prefix}.down_proj"], [spec.hidden_size], width, bias=spec.mlp_bias
-        )
+        down = self._linear([f"{prefix}.down_proj"], [spec.hidden_size], width, bias=spec.mlp_bias)
         return GatedMLP(gate_up, down, spec.activation)
 
     def _experts(self, prefix: str, experts: ExpertsSpec) -> MixtureOfExperts:
@@ -148,9 +145,7 @@ class NativeLoader:
             down = self._linear([down_name], [hidden], width, bias=False)
             mlps.append(GatedMLP(gate_up, down, self._spec.activation))
         router = self._linear([f"{prefix}.gate"], [experts.num_experts], hidden, bias=False)
-        return MixtureOfExperts(
-            router, mlps, top_k=experts.top_k, normalize=experts.normalize
-        )
+        return MixtureOfExperts(router, mlps, top_k=experts.top_k, normalize=experts.normalize)
 
     def _linear(
         self, names: Sequence[str], widths: Sequence[int], in_width: int, *, bias: bool

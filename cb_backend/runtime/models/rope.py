@@ -36,9 +36,7 @@ class Rope:
         """x [T, H, D] turned; neox style, the halves of the rotary part swapped."""
         cos, sin = turns
         half = self._inv_freq.shape[0]
-        swapped = torch.cat(
-            (x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]), -1
-        )
+        swapped = torch.cat((x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]), -1)
         return torch.addcmul(x * cos, swapped, sin)
 
 

@@ -118,7 +118,7 @@ def test_the_model_knows_the_capital_of_france(folder: Path, tokenizer: Any) -> 
 
 
 def test_the_services_ask_for_the_model_by_the_name_it_is_stored_under() -> None:
-    assert settings.DEFAULT_MODEL == f"{default_model.NAME}:latest"
+    assert f"{default_model.NAME}:latest" == settings.DEFAULT_MODEL
 
 
 def test_a_second_run_finds_the_model_without_loading_torch(folder: Path) -> None:

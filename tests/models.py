@@ -175,7 +175,7 @@ REFUSED = tuple(
         "bloom": {"n_head": 6, "n_layer": 3},
         "mamba": {},
         "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-        "qwen3_next": {},
+        "qwen3_next": _EXPERTS | {"shared_expert_intermediate_size": 32},
     }.items()
 )
 

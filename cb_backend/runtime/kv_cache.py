@@ -37,7 +37,7 @@ class KVCacheSpec:
 
 
 class KVCache:
-    """K and V of every layer in one zeroed allocation, cut into blocks of tokens.
+    """K and V of every layer in one allocation, cut into blocks of tokens.
 
     On the CPU it is [L, 2, H_kv, N, block_size, D]: a head's block is contiguous, so gathering
     blocks yields what a matrix product wants. Elsewhere [L, 2, N, block_size, H_kv, D].
@@ -55,7 +55,8 @@ class KVCache:
         heads_outside = device.type == "cpu"
         heads, blocks = (geometry.num_kv_heads,), (num_blocks, block_size)
         shape = (*heads, *blocks) if heads_outside else (*blocks, *heads)
-        self._pool = torch.zeros(
+        # Not zeroed: a block is cleared when it gets an owner, and memory is taken as it is used.
+        self._pool = torch.empty(
             (geometry.num_layers, 2, *shape, geometry.head_dim), dtype=dtype, device=device
         )
         self._block_dim = 3 if heads_outside else 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cb_kernels import RaggedBatch, attention_path
+from cb_kernels import RaggedBatch, Workspace, attention_path
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -58,6 +58,7 @@ class ModelRunner:
         self._cache = KVCache(
             model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
         )
+        self._workspace = Workspace()
         self._batch = TokenBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=info.max_model_len,
@@ -97,7 +98,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
-        del self._model, self._cache, self._batch
+        del self._model, self._cache, self._workspace, self._batch
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -110,6 +111,7 @@ class ModelRunner:
             seq_lens=inputs.seq_lens.tolist(),
             block_size=self._info.block_size,
             device=self._device,
+            workspace=self._workspace,
         )
         attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
         return self._model.forward(

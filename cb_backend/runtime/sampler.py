@@ -92,16 +92,15 @@ def _draw(logits: Tensor, best_logits: Tensor, rows: SamplingRows) -> Tensor:
     # Relative to the row's largest, which becomes 1: no overflow at any temperature.
     weights = torch.exp((logits.float() - best_logits[:, None]) / temperature[:, None])  # [R, V]
     min_p = torch.from_numpy(rows.min_p).to(device)
+    likely = weights
     if rows.min_p.any():
-        floor = torch.where(weights < min_p[:, None], 0.0, weights)
-    else:
-        floor = weights
+        likely = torch.where(weights < min_p[:, None], 0.0, weights)
     numbers = torch.from_numpy(uniforms(rows.seeds, rows.positions)).to(device)
     tokens = torch.empty(weights.shape[0], dtype=torch.int64, device=device)
     sorts = (rows.top_k > 0) & (rows.top_k < logits.shape[1]) | (rows.top_p < 1.0)
     plain = torch.from_numpy(np.flatnonzero(~sorts)).to(device)
     if len(plain):
-        tokens[plain] = _invert(floor[plain], numbers[plain])
+        tokens[plain] = _invert(likely[plain], numbers[plain])
     if sorts.any():
         chosen = np.flatnonzero(sorts)
         index = torch.from_numpy(chosen).to(device)
@@ -127,7 +126,7 @@ def _draw_sorted(
     totals = weights.sum(-1, dtype=torch.float64)
     kept, reached = _nucleus(sorted_weights, limits, top_p, totals)
     if not bool(reached.all()):
-        sorted_weights, candidates = weights.sort(-1, descending=True, stable=True)
+        sorted_weights, candidates = torch.sort(weights, stable=True, dim=-1, descending=True)
         kept, _ = _nucleus(sorted_weights, limits, top_p, totals)
     kept &= sorted_weights >= min_p[:, None]
     drawn = _invert(torch.where(kept, sorted_weights, 0.0), numbers)

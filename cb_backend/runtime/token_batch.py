@@ -134,8 +134,11 @@ class TokenBatch:
         return scheduled.new_block_ids[max(0, num_filled - start) :]
 
     def _gather(self, scheduled: tuple[ScheduledRow, ...], fresh: list[int]) -> StepInputs:
-        # Rows of one token first and in one piece: they share the attention of decoding.
-        ordered = sorted(scheduled, key=lambda row: row.num_scheduled_tokens > 1)
+        # Rows of one token first, longest first: attention gathers rows of like length together,
+        # and finds them side by side.
+        ordered = sorted(
+            scheduled, key=lambda row: (row.num_scheduled_tokens > 1, -row.num_computed_tokens)
+        )
         rows = np.array([self._row_of[row.request_id] for row in ordered], np.int64)
         computed = np.array([row.num_computed_tokens for row in ordered], np.int64)
         counts = np.array([row.num_scheduled_tokens for row in ordered], np.int64)

@@ -6,6 +6,7 @@ and kept on the batch. All planning is on the host: nothing here waits for a dev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,12 +19,56 @@ _KEYS_PER_SPLIT = 2048
 
 
 @dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """What of a cache's shape and order a plan depends on."""
+
+    num_blocks: int
+    num_kv_heads: int
+    heads_outside: bool  # physically [H_kv, N, block_size, D]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cache: Tensor) -> CacheLayout:
+        """The layout of a cache of logical shape [N, block_size, H_kv, D]."""
+        num_blocks, _, num_kv_heads, _ = cache.shape
+        outside = cache.permute(2, 0, 1, 3).is_contiguous()
+        return cls(num_blocks, num_kv_heads, outside, cache.dtype)
+
+    def page_index(self, pages: Tensor) -> Tensor:
+        """What to gather for pages [n, B]: rows [n * H_kv * B] of the cache seen as
+        [H_kv * N, block_size * D] when the heads are outside, the pages themselves otherwise."""
+        if not self.heads_outside:
+            return pages
+        offsets = torch.arange(self.num_kv_heads)[:, None] * self.num_blocks
+        return (pages[:, None, :] + offsets).flatten()
+
+
+class Workspace:
+    """Buffers that gathers reuse from layer to layer and step to step, so that they stay in the
+    processor's cache. One forward pass at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialised tensor, overwritten by the next `take` of that name."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, like.dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._buffers[name, like.dtype] = buffer
+        return buffer[:size].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Rows of one query token each whose gathered keys are padded to one length L."""
 
-    tokens: Tensor  # [n] int64, where the rows' queries are in q
-    pages: Tensor  # [n, L / block_size] int64
-    bias: Tensor | None  # [n, L] float32, 0 or -inf; None when nothing is padded or masked
+    tokens: slice | Tensor  # where the n rows' queries are in q
+    num_rows: int
+    num_keys: int  # L
+    page_index: Tensor  # see CacheLayout.page_index
+    bias: Tensor | None  # [n * H_kv, 1, L], 0 or -inf; None when nothing is padded or masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +77,8 @@ class Chunk:
 
     start: int  # first token in q
     stop: int
-    pages: Tensor  # [B] int64
+    num_gathered: int  # keys in whole pages
+    page_index: Tensor  # see CacheLayout.page_index
     num_keys: int  # of the gathered keys, those that exist
     visible: Tensor | None  # [stop - start, num_keys] bool; None: exactly causal
 
@@ -56,7 +102,10 @@ class RaggedBatch:
     seq_lens: Sequence[int]  # [S]
     block_size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _plans: dict[int | None, GatherPlan] = field(default_factory=dict, init=False, repr=False)
+    workspace: Workspace = field(default_factory=Workspace)
+    _plans: dict[tuple[int | None, CacheLayout], GatherPlan] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         rows = len(self.seq_lens)
@@ -83,19 +132,20 @@ class RaggedBatch:
     def num_queries(self, row: int) -> int:
         return self.query_start_loc[row + 1] - self.query_start_loc[row]
 
-    def plan(self, sliding_window: int | None) -> GatherPlan:
+    def plan(self, sliding_window: int | None, layout: CacheLayout) -> GatherPlan:
         """The gather plan for layers with this window (None: all keys), built at first use."""
-        if sliding_window not in self._plans:
-            self._plans[sliding_window] = self._build(sliding_window)
-        return self._plans[sliding_window]
+        key = (sliding_window, layout)
+        if key not in self._plans:
+            self._plans[key] = self._build(sliding_window, layout)
+        return self._plans[key]
 
-    def _build(self, window: int | None) -> GatherPlan:
+    def _build(self, window: int | None, layout: CacheLayout) -> GatherPlan:
         rows = range(len(self.seq_lens))
         singles = [row for row in rows if self.num_queries(row) == 1]
         singles.sort(key=lambda row: -self._num_pages(row, window))
         return GatherPlan(
-            tuple(self._group(group, window) for group in self._split(singles, window)),
-            tuple(self._chunk(row, window) for row in rows if self.num_queries(row) > 1),
+            tuple(self._group(group, window, layout) for group in self._split(singles, window)),
+            tuple(self._chunk(row, window, layout) for row in rows if self.num_queries(row) > 1),
         )
 
     def _first_page(self, row: int, window: int | None) -> int:
@@ -119,31 +169,40 @@ class RaggedBatch:
             return [rows]
         return self._split(rows[:cut], window) + self._split(rows[cut:], window)
 
-    def _group(self, rows: list[int], window: int | None) -> DecodeGroup:
+    def _group(self, rows: list[int], window: int | None, layout: CacheLayout) -> DecodeGroup:
         num_pages = self._num_pages(rows[0], window)
+        num_keys = num_pages * self.block_size
         first = torch.tensor([self._first_page(row, window) for row in rows])
         lens = torch.tensor([self.seq_lens[row] for row in rows])
-        columns = first[:, None] + torch.arange(num_pages)
-        last = (lens - 1)[:, None] // self.block_size
         # Padding repeats the row's last page: always a page that may be read.
-        table = self.block_table[torch.tensor(rows)]
-        pages = table.gather(1, torch.minimum(columns, last).long()).long()
-        keys = first[:, None] * self.block_size + torch.arange(num_pages * self.block_size)
+        last = (lens - 1)[:, None] // self.block_size
+        columns = torch.minimum(first[:, None] + torch.arange(num_pages), last)
+        pages = self.block_table[torch.tensor(rows)].long().gather(1, columns)
+        keys = first[:, None] * self.block_size + torch.arange(num_keys)
         hidden = keys >= lens[:, None]
         if window is not None:
             hidden |= keys < lens[:, None] - window
         bias = None
         if bool(hidden.any()):
-            bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(self.device)
-        tokens = torch.tensor([self.query_start_loc[row] for row in rows])
-        return DecodeGroup(tokens.to(self.device), pages.to(self.device), bias)
+            zeros = torch.zeros(hidden.shape, dtype=layout.dtype)
+            bias = zeros.masked_fill_(hidden, -torch.inf).to(self.device)
+            bias = bias.repeat_interleave(layout.num_kv_heads, 0)[:, None]
+        tokens = [self.query_start_loc[row] for row in rows]
+        return DecodeGroup(
+            tokens=_as_slice(tokens, self.device),
+            num_rows=len(rows),
+            num_keys=num_keys,
+            page_index=layout.page_index(pages).to(self.device),
+            bias=bias,
+        )
 
-    def _chunk(self, row: int, window: int | None) -> Chunk:
+    def _chunk(self, row: int, window: int | None, layout: CacheLayout) -> Chunk:
         seq_len, num_queries = self.seq_lens[row], self.num_queries(row)
         first_page = self._first_page(row, window)
+        num_pages = self._num_pages(row, window)
         first_key = first_page * self.block_size
         num_keys = seq_len - first_key
-        pages = self.block_table[row, first_page : (seq_len - 1) // self.block_size + 1].long()
+        pages = self.block_table[row, first_page : first_page + num_pages].long()
         visible = None
         if num_keys != num_queries or (window is not None and window < num_keys):
             queries = torch.arange(seq_len - num_queries, seq_len)[:, None]
@@ -153,4 +212,18 @@ class RaggedBatch:
                 visible &= keys > queries - window
             visible = visible.to(self.device)
         start = self.query_start_loc[row]
-        return Chunk(start, start + num_queries, pages.to(self.device), num_keys, visible)
+        return Chunk(
+            start=start,
+            stop=start + num_queries,
+            num_gathered=num_pages * self.block_size,
+            page_index=layout.page_index(pages[None]).to(self.device),
+            num_keys=num_keys,
+            visible=visible,
+        )
+
+
+def _as_slice(tokens: list[int], device: torch.device) -> slice | Tensor:
+    """Consecutive tokens need no index: a slice of q is a view."""
+    if tokens == list(range(tokens[0], tokens[0] + len(tokens))):
+        return slice(tokens[0], tokens[0] + len(tokens))
+    return torch.tensor(tokens, device=device)

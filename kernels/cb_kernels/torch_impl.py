@@ -7,11 +7,13 @@ SDPA over the same gather. Rows of several tokens: SDPA per row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cb_kernels.ragged import Chunk, DecodeGroup, RaggedBatch
+from cb_kernels.ragged import CacheLayout, Chunk, DecodeGroup, RaggedBatch, Workspace
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -35,16 +37,51 @@ def paged_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """See `ops.paged_attention`."""
-    out = torch.empty_like(q)
-    plan = batch.plan(sliding_window)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    layout = CacheLayout.of(k_cache)
+    step = _Step(q, k_cache, v_cache, out, layout, batch.workspace, scale, soft_cap, sinks)
+    plan = batch.plan(sliding_window, layout)
     for group in plan.groups:
-        _attend_group(q, k_cache, v_cache, group, out, scale, soft_cap, sinks)
+        _attend_group(step, group)
     for chunk in plan.chunks:
         if soft_cap is None and sinks is None:
-            _attend_chunk(q, k_cache, v_cache, chunk, out, scale)
+            _attend_chunk(step, chunk)
         else:
-            _attend_chunk_explicitly(q, k_cache, v_cache, chunk, out, scale, soft_cap, sinks)
+            _attend_chunk_explicitly(step, chunk)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments of one call, which its parts share."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+    layout: CacheLayout
+    workspace: Workspace
+    scale: float
+    soft_cap: float | None
+    sinks: Tensor | None
+
+    def gather(self, page_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """K and V [num_rows, H_kv, keys, D], in buffers that the next gather overwrites."""
+        return (
+            self._gather_one("k", self.k_cache, page_index, num_rows),
+            self._gather_one("v", self.v_cache, page_index, num_rows),
+        )
+
+    def _gather_one(self, name: str, cache: Tensor, page_index: Tensor, num_rows: int) -> Tensor:
+        _, block_size, num_heads, head_dim = cache.shape
+        if not self.layout.heads_outside:
+            dense = cache[page_index].permute(0, 3, 1, 2, 4)  # [rows, H_kv, B, block_size, D]
+            return dense.reshape(num_rows, num_heads, -1, head_dim)
+        # A row of the flat view is one head's page, so one copy yields the dense layout.
+        flat = cache.permute(2, 0, 1, 3).view(-1, block_size * head_dim)
+        buffer = self.workspace.take(name, (page_index.shape[0], flat.shape[1]), cache)
+        torch.index_select(flat, 0, page_index, out=buffer)
+        return buffer.view(num_rows, num_heads, -1, head_dim)
 
 
 def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -57,97 +94,62 @@ def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
 
 
-def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """cache [N, block_size, H_kv, D] at pages [n, B] as [n, H_kv, B * block_size, D]."""
-    num_blocks, block_size, num_heads, head_dim = cache.shape
-    n, num_pages = pages.shape
-    heads_outside = cache.permute(2, 0, 1, 3)
-    if heads_outside.is_contiguous():
-        # One row of the flat view is one head's page, so a single copy yields the dense layout.
-        offsets = torch.arange(num_heads, device=pages.device)[:, None] * num_blocks
-        index = (pages[:, None, :] + offsets).flatten()
-        rows = heads_outside.view(num_heads * num_blocks, -1).index_select(0, index)
-        return rows.view(n, num_heads, num_pages * block_size, head_dim)
-    dense = cache[pages].permute(0, 3, 1, 2, 4)
-    return dense.reshape(n, num_heads, num_pages * block_size, head_dim)
+def _attend_group(step: _Step, group: DecodeGroup) -> None:
+    num_heads, head_dim = step.q.shape[1:]
+    k, v = (x.flatten(0, 1) for x in step.gather(group.page_index, group.num_rows))
+    q = step.q[group.tokens].reshape(k.shape[0], -1, head_dim)  # [n * H_kv, G, D]
+    if step.soft_cap is None and group.bias is not None:
+        scores = torch.baddbmm(group.bias, q, k.transpose(1, 2), alpha=step.scale)
+    else:
+        scores = torch.bmm(q * step.scale, k.transpose(1, 2))  # [n * H_kv, G, L]
+        if step.soft_cap is not None:
+            scores = _soft_capped(scores, step.soft_cap)
+            scores = scores if group.bias is None else scores + group.bias
+    by_head = scores.view(group.num_rows, num_heads, -1)
+    weights = _softmax(by_head, step.sinks, head_dimension=1).to(v.dtype)
+    attended = torch.bmm(weights.view(scores.shape), v)
+    step.out[group.tokens] = attended.view(group.num_rows, num_heads, head_dim)
 
 
-def _attend_group(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    group: DecodeGroup,
-    out: Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    num_rows, num_heads, head_dim = group.tokens.shape[0], q.shape[1], q.shape[2]
-    num_kv_heads = k_cache.shape[2]
-    k = _gather(k_cache, group.pages).flatten(0, 1)  # [n * H_kv, L, D]
-    v = _gather(v_cache, group.pages).flatten(0, 1)
-    folded = q[group.tokens].view(num_rows * num_kv_heads, -1, head_dim)  # [n * H_kv, G, D]
-    scores = torch.bmm(folded * scale, k.transpose(1, 2))
-    scores = scores.view(num_rows, num_heads, -1)
-    bias = None if group.bias is None else group.bias[:, None]
-    weights = _softmax(scores, bias, soft_cap, None if sinks is None else sinks[None, :, None])
-    attended = torch.bmm(weights.view(num_rows * num_kv_heads, -1, weights.shape[-1]), v)
-    out[group.tokens] = attended.view(num_rows, num_heads, head_dim)
-
-
-def _softmax(
-    scores: Tensor, bias: Tensor | None, soft_cap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Softmax over the last dimension with an extra logit per head that takes weight away."""
-    dtype = scores.dtype
-    if soft_cap is not None:
-        scores = torch.tanh(scores.float() / soft_cap) * soft_cap
-    if bias is not None:
-        scores = scores + bias
-    if sinks is None:
-        # torch sums in float32 inside softmax, whatever the dtype.
-        return torch.softmax(scores, -1).to(dtype)
-    joined = torch.cat((scores.float(), sinks.float().expand(*scores.shape[:-1], 1)), -1)
-    return torch.softmax(joined, -1)[..., :-1].to(dtype)
-
-
-def _attend_chunk(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: Chunk, out: Tensor, scale: float
-) -> None:
+def _attend_chunk(step: _Step, chunk: Chunk) -> None:
+    k, v = step.gather(chunk.page_index, 1)
     attended = F.scaled_dot_product_attention(
-        q[chunk.start : chunk.stop].transpose(0, 1)[None],
-        _gather(k_cache, chunk.pages[None])[:, :, : chunk.num_keys],
-        _gather(v_cache, chunk.pages[None])[:, :, : chunk.num_keys],
+        step.q[chunk.start : chunk.stop].transpose(0, 1)[None],
+        k[:, :, : chunk.num_keys],
+        v[:, :, : chunk.num_keys],
         attn_mask=chunk.visible,
         is_causal=chunk.visible is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k_cache.shape[2],
+        scale=step.scale,
+        enable_gqa=step.q.shape[1] != k.shape[1],
     )
-    out[chunk.start : chunk.stop] = attended[0].transpose(0, 1)
+    step.out[chunk.start : chunk.stop] = attended[0].transpose(0, 1)
 
 
-def _attend_chunk_explicitly(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    chunk: Chunk,
-    out: Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-) -> None:
+def _attend_chunk_explicitly(step: _Step, chunk: Chunk) -> None:
     """What SDPA has no option for. Float32 throughout."""
-    groups = q.shape[1] // k_cache.shape[2]
-    k = _gather(k_cache, chunk.pages[None])[0, :, : chunk.num_keys].float()
-    v = _gather(v_cache, chunk.pages[None])[0, :, : chunk.num_keys].float()
-    queries = q[chunk.start : chunk.stop].float().transpose(0, 1)  # [H_q, n, D]
-    scores = torch.matmul(
-        queries * scale, k.repeat_interleave(groups, 0).transpose(1, 2)
-    )  # [H_q, n, num_keys]
+    k, v = (x[0, :, : chunk.num_keys].float() for x in step.gather(chunk.page_index, 1))
+    q = step.q[chunk.start : chunk.stop].float().transpose(0, 1)  # [H_q, n, D]
+    copies = q.shape[0] // k.shape[0]
+    scores = torch.matmul(q * step.scale, k.repeat_interleave(copies, 0).transpose(1, 2))
+    if step.soft_cap is not None:
+        scores = _soft_capped(scores, step.soft_cap)
     visible = chunk.visible
     if visible is None:
         visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
-    bias = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)
-    weights = _softmax(scores, bias, soft_cap, None if sinks is None else sinks[:, None, None])
-    attended = torch.matmul(weights, v.repeat_interleave(groups, 0))
-    out[chunk.start : chunk.stop] = attended.transpose(0, 1)
+    weights = _softmax(scores.masked_fill_(~visible, -torch.inf), step.sinks, head_dimension=0)
+    attended = torch.matmul(weights, v.repeat_interleave(copies, 0))  # [H_q, n, D]
+    step.out[chunk.start : chunk.stop] = attended.transpose(0, 1)
+
+
+def _soft_capped(scores: Tensor, cap: float) -> Tensor:
+    return torch.tanh(scores.float() / cap) * cap
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None, *, head_dimension: int) -> Tensor:
+    """Softmax over the last of three dimensions, with a logit per head that only takes weight."""
+    if sinks is None:
+        return torch.softmax(scores, -1)  # sums in float32 inside, whatever the dtype
+    shape = [1, 1, 1]
+    shape[head_dimension] = -1
+    joined = torch.cat((scores.float(), sinks.float().view(shape).expand(*scores.shape[:2], 1)), -1)
+    return torch.softmax(joined, -1)[..., :-1]

@@ -22,6 +22,7 @@ def packed_logits(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[
     width = -(-max(counts) // BLOCK_SIZE)
     cpu = torch.device("cpu")
     cache = KVCache(model.geometry, width * len(counts), BLOCK_SIZE, dtype=model.dtype, device=cpu)
+    cache.clear(range(width * len(counts)))
     positions = torch.cat([torch.arange(count) for count in counts])
     starts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     batch = RaggedBatch(

@@ -60,9 +60,12 @@ def read_config(folder: Path) -> PretrainedConfig:
                 f" {model_type!r} of {folder}; code that comes with a model is never run",
                 field="model",
             )
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"cannot use the config in {folder}: {error}", field="model") from error
+    return config
 
 
 def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class NativeLoader:
 
     def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
         spec, prefix = self._spec, f"model.layers.{index}"
-        names = {}
+        names: dict[str, str] = {}  # place -> what the checkpoint calls the norm there
         if spec.pre_norms:
             names |= {"attention_in": "input_layernorm", "mlp_in": spec.mlp_norm}
         if spec.post_norms:

@@ -110,7 +110,7 @@ def max_context(config: PretrainedConfig) -> int:
 def _common(config: PretrainedConfig) -> DecoderSpec:
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     bias = bool(getattr(config, "attention_bias", False))
     return DecoderSpec(
         vocab_size=config.vocab_size,
@@ -121,7 +121,7 @@ def _common(config: PretrainedConfig) -> DecoderSpec:
         head_dim=head_dim,
         max_context=max_context(config),
         norm_eps=config.rms_norm_eps,
-        activation=activation,
+        activation=str(activation),
         tied_embeddings=bool(config.tie_word_embeddings),
         attention_scale=head_dim**-0.5,
         layers=(LayerSpec(),) * config.num_hidden_layers,

@@ -94,7 +94,7 @@ def load_fallback(
     AttentionMaskInterface.register(_INTERFACE, _no_mask)
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -115,10 +115,10 @@ def load_fallback(
             f"transformers cannot load {config.model_type!r} from {folder}: {error}",
             field="model",
         ) from error
-    model = model.eval().to(device)
-    pack_linears(model)
+    model = model.to(device)  # from_pretrained leaves it in evaluation mode
     try:
         served = TransformersModel(model, config, dtype=dtype, device=device)
+        pack_linears(model)
         prove_state_is_paged(served, device)
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise ModelError(f"{config.model_type!r} does not run on packed rows: {error}") from error
@@ -176,9 +176,9 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def _quiet() -> Iterator[None]:
     """Without progress bars, which would write over the server's log."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            transformers.utils.logging.enable_progress_bar()
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]

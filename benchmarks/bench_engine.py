@@ -97,8 +97,13 @@ async def load(config: EngineConfig) -> AsyncEngine:
 def config() -> EngineConfig:
     settings = config_from_env()
     if settings.model == DEFAULT_MODEL:
-        return dataclasses.replace(settings, model=str(default_model.put_into_store()))
-    return dataclasses.replace(settings, model=str(model_source(settings.model).folder()))
+        default_model.put_into_store()
+    source = model_source(settings.model)
+    return dataclasses.replace(
+        settings,
+        model=str(source.folder()),
+        served_model_name=settings.served_model_name or source.served_name,
+    )
 
 
 async def bench(repeat: int) -> None:

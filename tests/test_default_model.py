@@ -17,6 +17,7 @@ import pytest
 
 from cb_backend import default_model
 from cb_backend.errors import ModelError
+from cb_backend.serving import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -114,6 +115,10 @@ def test_the_model_knows_the_capital_of_france(folder: Path, tokenizer: Any) -> 
     output = model.generate(**inputs, do_sample=False, max_new_tokens=20)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     assert answer == "The capital of France is Paris.<|im_end|>"
+
+
+def test_the_services_ask_for_the_model_by_the_name_it_is_stored_under() -> None:
+    assert f"{default_model.NAME}:latest" == settings.DEFAULT_MODEL
 
 
 def test_a_second_run_finds_the_model_without_loading_torch(folder: Path) -> None:

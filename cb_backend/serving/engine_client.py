@@ -5,6 +5,7 @@ Runs on the asyncio loop. RemoteClient is in remote_client.py.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import ModelInfo, TokenEvent
+from cb_backend.errors import EngineDeadError
 from cb_backend.serving.metrics import EngineMetrics, RequestTimer
 
 if TYPE_CHECKING:
@@ -81,6 +83,16 @@ class LocalClient:
 
     async def close(self) -> None:
         pass
+
+
+async def wait_until_ready(engine: EngineClient, *, limit_s: float = 600.0) -> ModelInfo:
+    """Raises EngineDeadError when its model cannot be loaded, TimeoutError after `limit_s`."""
+    async with asyncio.timeout(limit_s):
+        while not (health := await engine.health()).ready:
+            if not health.alive:
+                raise EngineDeadError(health.status)
+            await asyncio.sleep(0.05)
+    return await engine.model_info()
 
 
 def health_of(engine: AsyncEngine) -> EngineHealth:

@@ -89,6 +89,10 @@ class LanguageModel:
                     return
         raise RequestFailedError("the engine ended the stream without a finish reason")
 
+    async def close(self) -> None:
+        """Ends the connection to the engine, and with it what still runs over it."""
+        await self._engine.close()
+
 
 class _TextAssembly:
     """Events to text, one token at a time, so that merged events give the same text."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import TokenEvent
 from cb_backend.engine.stats import EngineStats
 
@@ -68,6 +69,8 @@ class EngineMetrics:
             registry=registry,
         )
         self._finished = counter("cb_requests_finished", "By how they ended", ("reason",))
+        for reason in FinishReason:
+            self._finished.labels(reason.value)  # shown as 0 until it happens
         self._totals: list[tuple[Counter, Callable[[EngineStats], int]]] = [
             (counter("cb_prompt_tokens", "Prompt tokens of started requests"), _prompt_tokens),
             (counter("cb_generation_tokens", "Output tokens"), _generated_tokens),

@@ -7,12 +7,14 @@ each worker, where the files are already there.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import bentoml
+from bentoml import Tag
 from bentoml.exceptions import BentoMLException
 from bentoml.models import BentoModel
 
@@ -46,6 +48,15 @@ class ModelSource:
                 return self.name.partition(":")[0]
             case SourceKind.HUB:
                 return self.name
+
+    def pinned_to(self, tags: Iterable[Tag]) -> ModelSource:
+        """Its version among `tags`, unless this source is no tag or has a version of its own."""
+        name, _, version = self.name.partition(":")
+        if self.kind is SourceKind.STORE and version in ("", "latest"):
+            for tag in tags:
+                if tag.name == name:
+                    return ModelSource(SourceKind.STORE, str(tag))
+        return self
 
     def folder(self) -> Path:
         """The model's folder, downloaded first where it must be. Raises ConfigError."""

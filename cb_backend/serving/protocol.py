@@ -56,16 +56,19 @@ def _stop_list(value: object) -> list[str]:
     for position, stop in enumerate(stops):
         if not stop:
             raise ValueError(f"should not have an empty string, at [{position}]")
-        limits.check_at_most(
-            f"stop[{position}]", len(stop), limits.MAX_STOP_STRING_CHARS, "characters"
-        )
+        if len(stop) > limits.MAX_STOP_STRING_CHARS:
+            raise InvalidRequestError(
+                f"stop[{position}] may have at most {limits.MAX_STOP_STRING_CHARS} characters,"
+                f" got {len(stop)}",
+                field="stop",
+            )
     return stops
 
 
 def _prompt_list(value: object) -> list[Any]:
     """One prompt or several, each a text or a list of token ids, as a list of prompts."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_ids(value)):
-        return [value]
+        value = [value]
     if not isinstance(value, list):
         raise ValueError("should be a string, a list of token ids, or a list of such prompts")
     if not value:
@@ -75,6 +78,9 @@ def _prompt_list(value: object) -> list[Any]:
         isinstance(prompt, list) and _is_ids(prompt) for prompt in value
     ):
         raise ValueError("should hold only strings, only integers, or only lists of integers")
+    if not all(value):
+        # Even where the tokenizer would add a begin token: nobody means to ask for that.
+        raise ValueError("should not be empty")
     return value
 
 

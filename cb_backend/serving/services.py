@@ -52,7 +52,8 @@ _OPENAI_ROUTES = OpenAIRoutes()
 _METRICS = EngineMetrics()
 
 
-@bentoml.service(workers=1, traffic=_TRAFFIC)
+# Its requests are the gateways' own, a health question each second among them.
+@bentoml.service(workers=1, traffic=_TRAFFIC, logging={"access": {"enabled": False}})
 @bentoml.asgi_app(_RUNNER_ROUTES.application())
 class EngineRunner:
     """One engine on one device. Other services reach it through `engine_client_for`."""
@@ -146,11 +147,18 @@ def language_model_for(runner: Any) -> LanguageModel:
 
 
 def _codec() -> TextCodec:
-    return TextCodec.from_folder(_SOURCE.folder())
+    return TextCodec.from_folder(_source().folder())
 
 
 def _model_folder() -> str:
     try:
-        return str(_SOURCE.folder())
+        return str(_source().folder())
     except ConfigError as error:
         raise BentoMLException(error.message) from error
+
+
+def _source() -> ModelSource:
+    """Inside a Bento, `latest` is the version that it was built with."""
+    service: Any = EngineRunner
+    tags = [model.tag for model in service.bento.info.all_models] if service.bento else []
+    return _SOURCE.pinned_to(tags)

@@ -21,10 +21,8 @@ def table(text: str) -> dict[str, tuple[str, str]]:
 def expected() -> dict[str, tuple[str, str]]:
     rows = {}
     for field in dataclasses.fields(EngineConfig):
-        default = field.default
-        if field.name == "model":
-            default = DEFAULT_MODEL
-        text = {None: "none", "": "none", True: "true", False: "false"}.get(default, f"{default}")
+        default = DEFAULT_MODEL if field.name == "model" else field.default
+        text = str(default).lower() if default not in (None, "") else "none"
         rows[field.name] = (f"CB_{field.name.upper()}", text)
     return rows
 

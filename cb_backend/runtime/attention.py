@@ -1,0 +1,46 @@
+"""The attention of one step over the KV cache: the only caller of the paged operations.
+
+Engine thread. One `StepAttention` lives for one forward pass; what it derives from the rows
+(gather indices, masks) is derived once and shared by all layers.
+"""
+
+from __future__ import annotations
+
+from cb_kernels import RaggedBatch, paged_attention, store_kv
+from torch import Tensor
+
+from cb_backend.runtime.kv_cache import KVCache
+
+
+class StepAttention:
+    """Implements `models.interface.Attention` for the rows of a step."""
+
+    def __init__(self, cache: KVCache, batch: RaggedBatch, slot_mapping: Tensor) -> None:
+        self._cache = cache
+        self._batch = batch
+        self._slot_mapping = slot_mapping  # [T] int64
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        k_cache, v_cache = self._cache.layers[layer]
+        store_kv(k, v, k_cache, v_cache, self._slot_mapping)
+        return paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            self._batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )

@@ -1,0 +1,52 @@
+"""Chooses the device and the dtype that a model runs in. Engine thread, at load."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from cb_backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device of a config's `device`. Raises ConfigError when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device must be auto, cpu, cuda or cuda:<index>, got {name!r}", field="device"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu or cuda, got {name!r}", field="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA"
+            " devices; use auto or cpu",
+            field="device",
+        )
+    return device
+
+
+def choose_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of a config's `dtype`; auto is what the weights are stored in, if it is fast."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    dtype = stored or torch.float32
+    if device.type == "cpu" and dtype != torch.float32 and not _cpu_is_fast_in(dtype):
+        logger.info("dtype: float32, since this CPU has no fast %s", dtype)
+        return torch.float32
+    logger.info("dtype: %s", dtype)
+    return dtype
+
+
+def _cpu_is_fast_in(dtype: torch.dtype) -> bool:
+    features = torch.cpu.get_capabilities()
+    if dtype == torch.bfloat16:
+        return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return dtype == torch.float16 and bool(features.get("amx_fp16"))

@@ -1,0 +1,140 @@
+"""Sizes and allocates the pool of KV blocks. Engine thread, once, after the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cb_backend.config import EngineConfig
+from cb_backend.errors import ConfigError
+from cb_backend.runtime.memory import available_bytes
+from cb_backend.runtime.models.interface import ModelGeometry
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+# Larger blocks gather faster and waste more of a row's last block; the CPU is slow at gathering.
+_BLOCK_SIZE = {"cpu": 32, "cuda": 16}
+
+# On the CPU the pool shares memory with everything else, so the default leaves most of it.
+_CPU_MOST_BYTES = 4 * _GIB
+_CPU_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What the pool holds."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    bytes_per_block: int  # K and V of all layers
+    max_model_len: int  # tokens
+
+
+class KVCache:
+    """K and V of every layer in one allocation, cut into blocks of tokens.
+
+    On the CPU it is [L, 2, H_kv, N, block_size, D]: a head's block is contiguous, so gathering
+    blocks yields what a matrix product wants. Elsewhere [L, 2, N, block_size, H_kv, D].
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads_outside = device.type == "cpu"
+        heads, blocks = (geometry.num_kv_heads,), (num_blocks, block_size)
+        shape = (*heads, *blocks) if heads_outside else (*blocks, *heads)
+        # Not zeroed: a block is cleared when it gets an owner, and memory is taken as it is used.
+        self._pool = torch.empty(
+            (geometry.num_layers, 2, *shape, geometry.head_dim), dtype=dtype, device=device
+        )
+        self._block_dim = 3 if heads_outside else 2
+        self.block_size = block_size
+        # [N, block_size, H_kv, D] per layer, whatever the physical order.
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (_logical(layer[0], heads_outside), _logical(layer[1], heads_outside))
+            for layer in self._pool
+        ]
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero blocks before their new owner writes them.
+
+        Masked positions still meet a weight of zero, and zero times an earlier owner's NaN is NaN.
+        """
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
+        self._pool.index_fill_(self._block_dim, index, 0)
+
+
+def size_kv_cache(
+    config: EngineConfig, geometry: ModelGeometry, *, dtype: torch.dtype, device: torch.device
+) -> KVCacheSpec:
+    """How many blocks there will be, and how long a sequence they and the model can hold.
+
+    Raises ConfigError when max_model_len was asked to be more than that.
+    """
+    block_size = config.block_size or _BLOCK_SIZE[device.type]
+    token_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
+    bytes_per_block = block_size * token_bytes * dtype.itemsize
+    _check_context(config.max_model_len, geometry.max_context)
+    wanted_len = config.max_model_len or geometry.max_context
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        num_blocks = _pool_bytes(config, device) // bytes_per_block
+        # Twice what running requests can ever use leaves as much again for cached prefixes.
+        num_blocks = min(num_blocks, 2 * config.max_num_seqs * -(-wanted_len // block_size))
+    max_model_len = min(wanted_len, num_blocks * block_size)
+    if config.max_model_len is not None and max_model_len < config.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} needs {-(-wanted_len // block_size)} KV blocks"
+            f" of {block_size} tokens, but {num_blocks} fit; lower max_model_len or raise"
+            " kv_cache_gib, num_kv_blocks or memory_fraction",
+            field="max_model_len",
+        )
+    if max_model_len < 1:
+        raise ConfigError(
+            f"no KV block of {bytes_per_block} bytes fits into the"
+            f" {_pool_bytes(config, device)} bytes there are for the cache; lower block_size or"
+            " raise kv_cache_gib",
+            field="kv_cache_gib",
+        )
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB; max_model_len %d",
+        num_blocks,
+        block_size,
+        num_blocks * bytes_per_block / _GIB,
+        max_model_len,
+    )
+    return KVCacheSpec(num_blocks, block_size, bytes_per_block, max_model_len)
+
+
+def _check_context(max_model_len: int | None, max_context: int) -> None:
+    if max_model_len is not None and max_model_len > max_context:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the model's context of {max_context}"
+            f" tokens; set it to at most {max_context}",
+            field="max_model_len",
+        )
+
+
+def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
+    if config.kv_cache_gib is not None:
+        return int(config.kv_cache_gib * _GIB)
+    available = available_bytes(device, config.memory_fraction)
+    if device.type == "cpu":
+        return min(_CPU_MOST_BYTES, int(available * _CPU_SHARE))
+    return available
+
+
+def _logical(cache: Tensor, heads_outside: bool) -> Tensor:
+    return cache.permute(1, 2, 0, 3) if heads_outside else cache

@@ -1,0 +1,44 @@
+"""How much memory is free for the KV cache on a device. Engine thread, at load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cb_backend.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_bytes(device: torch.device, memory_fraction: float) -> int:
+    """Bytes the KV pool may take: on CUDA up to `memory_fraction` of the whole device, counting
+    what the weights took; on the CPU what the machine and its container have left."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, free - int(total * (1.0 - memory_fraction)))
+    return host_available_bytes(_MEMINFO, _CGROUP)
+
+
+def host_available_bytes(meminfo: Path, cgroup: Path) -> int:
+    """MemAvailable, or what is left of the container's limit if that is less."""
+    available = _mem_available(meminfo)
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2 here, or its limit is the word "max"
+        return available
+    return max(0, min(available, limit - used))
+
+
+def _mem_available(meminfo: Path) -> int:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot tell the free memory from {meminfo}; set kv_cache_gib or num_kv_blocks",
+            field="kv_cache_gib",
+        ) from error
+    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(values["MemAvailable"].split()[0]) * 1024

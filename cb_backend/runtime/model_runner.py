@@ -1,0 +1,163 @@
+"""Runs plans: applies a step to the batch, makes one ragged forward pass, samples.
+
+Built, used and closed on the engine thread; owns the model, the KV cache and the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from cb_kernels import RaggedBatch, Workspace, attention_path
+from torch import Tensor
+
+from cb_backend.config import EngineConfig
+from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.core.step_io import Admission, ModelInfo, ScheduledRow, StepPlan, StepResult
+from cb_backend.errors import ErrorInfo, RequestFailedError
+from cb_backend.runtime.attention import StepAttention
+from cb_backend.runtime.device import choose_device
+from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
+from cb_backend.runtime.models.interface import CausalModel
+from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
+from cb_backend.runtime.sampler import sample
+from cb_backend.runtime.token_batch import StepInputs, TokenBatch
+
+logger = logging.getLogger(__name__)
+
+
+def load_model_runner(config: EngineConfig) -> ModelRunner:
+    """Load the model, allocate its cache and run it once. Minutes for a large model.
+
+    Raises ConfigError and ModelError.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    with torch.inference_mode():
+        model, implementation = load_model(config, device)
+        cache_spec = size_kv_cache(config, model.geometry, dtype=model.dtype, device=device)
+        info = _model_info(config, model, cache_spec, device, implementation)
+        runner = ModelRunner(model, info, max_num_seqs=config.max_num_seqs, device=device)
+    runner.warm_up()
+    logger.info("serving %s", info)
+    return runner
+
+
+class ModelRunner:
+    """Implements `core.step_io.Executor`."""
+
+    def __init__(
+        self, model: CausalModel, info: ModelInfo, *, max_num_seqs: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._info = info
+        self._device = device
+        self._cache = KVCache(
+            model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
+        )
+        self._workspace = Workspace()
+        self._batch = TokenBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+        )
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self._info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `Executor.execute`. A row whose logits are not finite fails alone."""
+        inputs = self._batch.apply(plan)
+        if not plan.rows:
+            return StepResult(token_ids={}, failed={})
+        with torch.inference_mode():
+            logits = self._forward(inputs)
+            if not inputs.request_ids:
+                return StepResult(token_ids={}, failed={})
+            tokens, sound = sample(logits, inputs.sampling)
+        self._batch.append(inputs.batch_rows[sound], tokens[sound])
+        return _step_result(inputs.request_ids, tokens.tolist(), sound.tolist())
+
+    def warm_up(self) -> None:
+        """One step of two requests, long enough to meet both kinds of attention."""
+        num_tokens = min(8, self._info.max_model_len)
+        blocks = tuple(range(-(-num_tokens // self._info.block_size)))
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        admission = Admission("warm-up", (0,) * num_tokens, num_tokens, 0, params, 0)
+        chunk = ScheduledRow("warm-up", 0, num_tokens - 1, blocks, False)
+        token = ScheduledRow("warm-up", num_tokens - 1, 1, (), True)
+        rows = [(chunk,), (token,)] if num_tokens > 1 else [(token,)]
+        self.execute(StepPlan(0, (), (admission,), rows[0]))
+        for later in rows[1:]:
+            self.execute(StepPlan(0, (), (), later))
+        self.execute(StepPlan(0, ("warm-up",), (), ()))
+
+    def close(self) -> None:
+        """Let go of the model and the cache; the runner cannot be used afterwards."""
+        del self._model, self._cache, self._workspace, self._batch
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        if inputs.fresh_block_ids:
+            self._cache.clear(inputs.fresh_block_ids)
+        batch = RaggedBatch(
+            block_table=torch.from_numpy(inputs.block_table),
+            query_start_loc=inputs.query_start_loc.tolist(),
+            seq_lens=inputs.seq_lens.tolist(),
+            block_size=self._info.block_size,
+            device=self._device,
+            workspace=self._workspace,
+        )
+        attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
+        return self._model.forward(
+            self._to_device(inputs.token_ids),
+            self._to_device(inputs.positions),
+            attention,
+            self._to_device(inputs.logit_tokens),
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _model_info(
+    config: EngineConfig,
+    model: CausalModel,
+    cache_spec: KVCacheSpec,
+    device: torch.device,
+    implementation: str,
+) -> ModelInfo:
+    folder = Path(config.model)
+    return ModelInfo(
+        model_name=config.served_model_name or folder.resolve().name,
+        vocab_size=model.geometry.vocab_size,
+        max_model_len=cache_spec.max_model_len,
+        eos_token_ids=eos_token_ids(folder, read_config(folder)),
+        num_blocks=cache_spec.num_blocks,
+        block_size=cache_spec.block_size,
+        bytes_per_block=cache_spec.bytes_per_block,
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention=attention_path(device.type),
+        implementation=implementation,
+    )
+
+
+def _step_result(request_ids: list[str], tokens: list[int], sound: list[bool]) -> StepResult:
+    token_ids: dict[str, tuple[int, ...]] = {}
+    failed: dict[str, ErrorInfo] = {}
+    for request_id, token, is_sound in zip(request_ids, tokens, sound, strict=True):
+        if is_sound:
+            token_ids[request_id] = (token,)
+        else:
+            error = RequestFailedError(
+                "the model's logits for this request are not finite numbers; the request was"
+                " stopped, others are not affected"
+            )
+            failed[request_id] = error.info()
+    return StepResult(token_ids, failed)

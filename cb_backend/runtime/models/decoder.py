@@ -1,0 +1,180 @@
+"""The native decoder: one module for the Llama family, built from a `DecoderSpec`.
+
+Works on one flat row of tokens [T, hidden] of several requests. Engine thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cb_backend.runtime.models.interface import Attention, ModelGeometry
+from cb_backend.runtime.models.linear import Linear
+from cb_backend.runtime.models.rope import Rope
+from cb_backend.runtime.models.spec import DecoderSpec, LayerSpec
+
+Turns = dict[str, tuple[Tensor, Tensor]]  # rope parameters' key -> cos and sin of the step
+
+
+class Decoder(nn.Module):
+    """A causal language model; see `interface.CausalModel`."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        lm_head: Linear,
+        ropes: dict[str, Rope],
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = embedding  # [V, hidden]
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.lm_head = lm_head
+        self._ropes = ropes
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        return ModelGeometry(
+            num_layers=len(self.spec.layers),
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            vocab_size=self.spec.vocab_size,
+            max_context=self.spec.max_context,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
+    ) -> Tensor:
+        x = F.embedding(token_ids, self.embedding)  # [T, hidden]
+        if self.spec.embedding_scale != 1.0:
+            # In the model's dtype, as the model was trained: 55.4256 is 55.5 in bfloat16.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        turns = {kind: rope.turns(positions, x.dtype) for kind, rope in self._ropes.items()}
+        for layer in self.layers:
+            x = layer(x, turns, attention)
+        logits: Tensor = self.lm_head(self.norm(x[logit_rows]))  # [R, V]
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        if (cap := self.spec.logit_soft_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with a norm before, after, or both."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        attention: SelfAttention,
+        mlp: nn.Module,
+        norms: dict[str, RMSNorm],  # of attention_in, attention_out, mlp_in, mlp_out
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mlp = mlp
+        self.attention_in = norms.get("attention_in")
+        self.attention_out = norms.get("attention_out")
+        self.mlp_in = norms.get("mlp_in")
+        self.mlp_out = norms.get("mlp_out")
+        self._residual_scale = spec.residual_scale
+
+    def forward(self, x: Tensor, turns: Turns, attention: Attention) -> Tensor:
+        h = x if self.attention_in is None else self.attention_in(x)
+        h = self.attention(h, turns, attention)
+        x = self._add(x, h if self.attention_out is None else self.attention_out(h))
+        h = self.mlp(x if self.mlp_in is None else self.mlp_in(x))
+        return self._add(x, h if self.mlp_out is None else self.mlp_out(h))
+
+    def _add(self, residual: Tensor, h: Tensor) -> Tensor:
+        return torch.add(residual, h, alpha=self._residual_scale)
+
+
+class SelfAttention(nn.Module):
+    """Projects, norms, rotates, attends over the paged cache, projects back."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layer: LayerSpec,
+        index: int,
+        *,
+        qkv: Linear,
+        output: Linear,
+        qk_norm: QKNorm | None,
+        rope: Rope | None,
+    ) -> None:
+        super().__init__()
+        self.qkv = qkv
+        self.output = output
+        self.qk_norm = qk_norm
+        self._rope = rope
+        self._spec = spec
+        self._layer = layer
+        self._index = index
+
+    def forward(self, x: Tensor, turns: Turns, attention: Attention) -> Tensor:
+        spec = self._spec
+        num_qk = spec.num_heads + spec.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)  # [T, H_q + 2 H_kv, D]
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        if self._rope is not None and self._layer.rope is not None:
+            qk = self._rope.apply(qk, turns[self._layer.rope])
+        attended = attention.attend(
+            self._index,
+            qk[:, : spec.num_heads],
+            qk[:, spec.num_heads :],
+            v,
+            scale=spec.attention_scale,
+            sliding_window=self._layer.sliding_window,
+            soft_cap=spec.attention_soft_cap,
+        )
+        y: Tensor = self.output(attended.reshape(x.shape[0], -1))
+        return y
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension.
+
+    A weight in float32 with x in less is a norm that the model was trained to compute in float32.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+
+
+class QKNorm(nn.Module):
+    """Norms q and k, lying together as [T, H_q + H_kv, D]: each head, or all heads at once."""
+
+    def __init__(self, q: RMSNorm, k: RMSNorm, num_heads: int) -> None:
+        super().__init__()
+        self.q = q
+        self.k = k
+        self._num_heads = num_heads
+
+    def forward(self, qk: Tensor) -> Tensor:
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        if self.q.weight.shape[0] != qk.shape[2]:
+            q_flat, k_flat = self.q(q.flatten(1)), self.k(k.flatten(1))
+            return torch.cat((q_flat, k_flat), -1).view(qk.shape)
+        return torch.cat((self.q(q), self.k(k)), 1)

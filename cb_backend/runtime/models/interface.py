@@ -1,0 +1,55 @@
+"""What the model runner asks of a model, whichever implementation serves it. Engine thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """What the KV cache and the limits depend on."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int  # tokens
+
+
+class Attention(Protocol):
+    """The attention of one step. Each layer calls it exactly once."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Keep this step's k and v [T, H_kv, D] and give q [T, H_q, D] its attention, like q."""
+        ...
+
+
+class CausalModel(Protocol):
+    """A decoder-only language model over one flat row of T tokens of several requests."""
+
+    @property
+    def geometry(self) -> ModelGeometry: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
+    ) -> Tensor:
+        """Logits [R, V] of the tokens at `logit_rows` [R], given token_ids and positions [T]."""
+        ...

@@ -1,0 +1,78 @@
+"""Linear layers with their weights where and how the device multiplies fastest.
+
+On the CPU a weight is packed once into oneDNN's blocked layout (two to three times faster at the
+row counts of decoding, measured) and the plain copy is dropped. Engine thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+# The rows a weight is packed for. Any of 4 to 256 serves every row count equally (measured).
+_PACK_ROWS = 16
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T + bias. `weight` [out, in] may be filled in parts before `pack`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight: Tensor | None = weight
+        self.bias = bias
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Give the weight its final layout; from now on `weight` may be gone."""
+        if self.weight is not None and can_pack(self.weight.device.type, self.weight.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y
+
+
+@functools.cache
+def can_pack(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether packed products exist here and agree with plain ones. Logged once per dtype."""
+    if device_type != "cpu":
+        return False
+    reason = _packing_fault(dtype)
+    if reason is None:
+        logger.info("linear layers: weights packed for oneDNN (%s)", dtype)
+    else:
+        logger.warning("linear layers: weights not packed, %s (%s)", reason, dtype)
+    return reason is None
+
+
+def _packing_fault(dtype: torch.dtype) -> str | None:
+    """Why packing cannot be used. The operators are private to torch, so they are tried first."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return "dtype has no packed product"
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "torch was built without oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
+        return "this torch has no packed product"
+    weight = torch.linspace(-1, 1, 48 * 32).reshape(48, 32).to(dtype)
+    x = torch.linspace(-1, 1, 5 * 32).reshape(5, 32).to(dtype)
+    try:
+        packed = Linear(weight)
+        packed._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        difference = (packed(x) - F.linear(x, weight)).abs().max().item()
+    except RuntimeError as error:
+        return f"the packed product failed: {error}"
+    # Both sum the same 32 products of at most 1; bfloat16 keeps 8 bits of the result.
+    allowed = 1e-4 if dtype == torch.float32 else 0.25
+    return None if difference <= allowed else f"the packed product is off by {difference}"

@@ -1,0 +1,67 @@
+"""The gated MLP and the mixture of experts made of it. Engine thread."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cb_backend.runtime.models.linear import Linear
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] to the same."""
+        gate, up = self.gate_up(x).chunk(2, -1)  # [T, intermediate] each
+        y: Tensor = self.down(_activate(gate, self._activation).mul_(up))
+        return y
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes through the few MLPs its router scores highest.
+
+    Tokens are grouped by expert, so each chosen expert multiplies once per step.
+    """
+
+    def __init__(
+        self, router: Linear, experts: list[GatedMLP], *, top_k: int, normalize: bool
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = nn.ModuleList(experts)
+        self._top_k = top_k
+        self._normalize = normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] to the same."""
+        scores = torch.softmax(self.router(x), -1, dtype=torch.float32)
+        weights, chosen = torch.topk(scores, self._top_k, dim=-1)  # [T, top_k]
+        if self._normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        tokens = order // self._top_k
+        weights = weights.flatten()[order, None].to(x.dtype)
+        out = torch.zeros_like(x)
+        start = 0
+        # The one wait for the device: the host must know how many rows each expert gets.
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                rows = tokens[start : start + count]
+                out.index_add_(0, rows, expert(x[rows]) * weights[start : start + count])
+                start += count
+        return out
+
+
+def _activate(gate: Tensor, name: str) -> Tensor:
+    if name == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")

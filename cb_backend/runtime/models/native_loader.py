@@ -1,0 +1,185 @@
+"""Builds the native decoder straight from a checkpoint, layer by layer.
+
+Each tensor is copied once, from the mapped file to its place in a fused weight, which is then
+packed for the device: at no time do two copies of the whole model exist. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from cb_backend.errors import ModelError
+from cb_backend.runtime.models.checkpoint import Checkpoint
+from cb_backend.runtime.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    QKNorm,
+    RMSNorm,
+    SelfAttention,
+)
+from cb_backend.runtime.models.linear import Linear
+from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
+from cb_backend.runtime.models.rope import Rope
+from cb_backend.runtime.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, NotCoveredError
+
+# Kept by old checkpoints although they follow from the config.
+_DERIVED = ("rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
+
+
+class NativeLoader:
+    """Raises NotCoveredError when the checkpoint holds weights this decoder would ignore, and
+    ModelError when it lacks one or a shape disagrees with the config."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: PretrainedConfig,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        kinds = {layer.rope for layer in spec.layers if layer.rope is not None}
+        self._ropes = {kind: Rope(config, kind, spec.head_dim, device) for kind in sorted(kinds)}
+
+    def load(self) -> Decoder:
+        spec = self._spec
+        embedding_name = "model.embed_tokens.weight"
+        embedding = self._tensor([embedding_name], (spec.vocab_size, spec.hidden_size))
+        layers = [self._layer(index, layer) for index, layer in enumerate(spec.layers)]
+        if spec.tied_embeddings:
+            # The embedding is read by rows, so the packed product needs a copy of its own.
+            lm_head = Linear(embedding)
+            lm_head.pack()
+            self._checkpoint.unread.discard("lm_head.weight")
+        else:
+            lm_head = self._linear(["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
+        norm = self._norm("model.norm", spec.hidden_size)
+        ignored = [name for name in self._checkpoint.unread if not name.endswith(_DERIVED)]
+        if ignored:
+            raise NotCoveredError(f"it has no place for {len(ignored)} weights: {min(ignored)}...")
+        decoder = Decoder(
+            spec,
+            embedding=embedding,
+            layers=layers,
+            norm=norm,
+            lm_head=lm_head,
+            ropes=self._ropes,
+        )
+        return decoder.eval()
+
+    def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
+        spec, prefix = self._spec, f"model.layers.{index}"
+        names: dict[str, str] = {}  # place -> what the checkpoint calls the norm there
+        if spec.pre_norms:
+            names |= {"attention_in": "input_layernorm", "mlp_in": spec.mlp_norm}
+        if spec.post_norms:
+            names |= {
+                "attention_out": "post_attention_layernorm",
+                "mlp_out": "post_feedforward_layernorm",
+            }
+        norms = {
+            place: self._norm(f"{prefix}.{name}", spec.hidden_size) for place, name in names.items()
+        }
+        if layer.experts is None:
+            mlp: nn.Module = self._mlp(f"{prefix}.mlp", spec.intermediate_size)
+        else:
+            mlp = self._experts(f"{prefix}.{layer.experts.block}", layer.experts)
+        attention = self._attention(f"{prefix}.self_attn", index, layer)
+        return DecoderLayer(spec, attention=attention, mlp=mlp, norms=norms)
+
+    def _attention(self, prefix: str, index: int, layer: LayerSpec) -> SelfAttention:
+        spec = self._spec
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        sources = ["qkv_proj"] if spec.fused_weights else ["q_proj", "k_proj", "v_proj"]
+        widths = [q_width, kv_width, kv_width]
+        qk_norm = None
+        if spec.head_norms or spec.width_norms:
+            q_norm = self._norm(f"{prefix}.q_norm", q_width if spec.width_norms else spec.head_dim)
+            k_norm = self._norm(f"{prefix}.k_norm", kv_width if spec.width_norms else spec.head_dim)
+            qk_norm = QKNorm(q_norm, k_norm, spec.num_heads)
+        return SelfAttention(
+            spec,
+            layer,
+            index,
+            qkv=self._linear(
+                [f"{prefix}.{source}" for source in sources],
+                [sum(widths)] if spec.fused_weights else widths,
+                spec.hidden_size,
+                bias=spec.qkv_bias,
+            ),
+            output=self._linear(
+                [f"{prefix}.o_proj"], [spec.hidden_size], q_width, bias=spec.output_bias
+            ),
+            qk_norm=qk_norm,
+            rope=None if layer.rope is None else self._ropes[layer.rope],
+        )
+
+    def _mlp(self, prefix: str, width: int) -> GatedMLP:
+        spec = self._spec
+        if spec.fused_weights:
+            gate_up = self._linear(
+                [f"{prefix}.gate_up_proj"], [2 * width], spec.hidden_size, bias=False
+            )
+        else:
+            names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+            gate_up = self._linear(names, [width, width], spec.hidden_size, bias=spec.mlp_bias)
+        down = self._linear([f"{prefix}.down_proj"], [spec.hidden_size], width, bias=spec.mlp_bias)
+        return GatedMLP(gate_up, down, spec.activation)
+
+    def _experts(self, prefix: str, experts: ExpertsSpec) -> MixtureOfExperts:
+        hidden, width = self._spec.hidden_size, experts.intermediate_size
+        mlps = []
+        for index in range(experts.num_experts):
+            names = [f"{prefix}.experts.{index}.{name}" for name in (experts.gate, experts.up)]
+            gate_up = self._linear(names, [width, width], hidden, bias=False)
+            down_name = f"{prefix}.experts.{index}.{experts.down}"
+            down = self._linear([down_name], [hidden], width, bias=False)
+            mlps.append(GatedMLP(gate_up, down, self._spec.activation))
+        router = self._linear([f"{prefix}.gate"], [experts.num_experts], hidden, bias=False)
+        return MixtureOfExperts(router, mlps, top_k=experts.top_k, normalize=experts.normalize)
+
+    def _linear(
+        self, names: Sequence[str], widths: Sequence[int], in_width: int, *, bias: bool
+    ) -> Linear:
+        """One packed product of several projections: their outputs lie side by side."""
+        weight = self._tensor([f"{name}.weight" for name in names], (sum(widths), in_width))
+        bias_tensor = None
+        if bias:
+            bias_tensor = self._tensor([f"{name}.bias" for name in names], (sum(widths),))
+        linear = Linear(weight, bias_tensor)
+        linear.pack()
+        return linear
+
+    def _norm(self, name: str, width: int) -> RMSNorm:
+        weight = self._tensor([f"{name}.weight"], (width,))
+        if self._spec.norm_adds_one:
+            # 1 + weight has no room in bfloat16; these models norm in float32.
+            weight = weight.float() + 1.0
+        return RMSNorm(weight, self._spec.norm_eps)
+
+    def _tensor(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        """The named tensors one below the other, in a new tensor of `shape`."""
+        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        start = 0
+        for name in names:
+            part = self._checkpoint.tensor(name)
+            stop = start + (part.shape[0] if part.dim() else 0)
+            if part.shape[1:] != target.shape[1:] or stop > target.shape[0]:
+                raise ModelError(
+                    f"{name} is {list(part.shape)}, which does not fit the {list(shape)}"
+                    " that the config asks for"
+                )
+            target[start:stop].copy_(part)
+            start = stop
+        if start != target.shape[0]:
+            raise ModelError(f"{', '.join(names)} fill {start} of {shape[0]} rows")
+        return target

@@ -1,0 +1,63 @@
+"""Rotary position embedding of one step, for any scaling that depends on the position alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# Their frequencies change with the length of the sequence. Up to the length the model was trained
+# on they are constant, so that is where the context of such a model ends here.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class Rope:
+    """cos and sin of a step's positions, shaped to turn [T, H, D] in three operations."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_type: str | None, head_dim: int, device: torch.device
+    ) -> None:
+        inv_freq, self._scaling = _frequencies(config, layer_type, head_dim)
+        self._inv_freq = inv_freq.to(device=device, dtype=torch.float32)
+        self._num_passed = head_dim - 2 * inv_freq.shape[0]  # trailing dimensions left as they are
+
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, D]; sin carries the sign of the half it is applied to."""
+        angles = positions[:, None].float() * self._inv_freq  # [T, rotary / 2]
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if self._num_passed:
+            cos = torch.nn.functional.pad(cos, (0, self._num_passed), value=1.0)
+            sin = torch.nn.functional.pad(sin, (0, self._num_passed))
+        return cos[:, None].to(dtype), sin[:, None].to(dtype)
+
+    def apply(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, H, D] turned; neox style, the halves of the rotary part swapped."""
+        cos, sin = turns
+        half = self._inv_freq.shape[0]
+        swapped = torch.cat((x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]), -1)
+        return torch.addcmul(x * cos, swapped, sin)
+
+
+def rope_parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, object]:
+    parameters: dict[str, object] = config.rope_parameters
+    nested = parameters.get(layer_type) if layer_type is not None else None
+    return nested if isinstance(nested, dict) else parameters
+
+
+def _frequencies(
+    config: PretrainedConfig, layer_type: str | None, head_dim: int
+) -> tuple[Tensor, float]:
+    parameters = rope_parameters(config, layer_type)
+    rope_type = str(parameters["rope_type"])
+    if rope_type == "default":
+        share = parameters.get("partial_rotary_factor", 1.0)
+        rotary = int(head_dim * float(share))  # type: ignore[arg-type]
+        exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+        return 1.0 / (float(parameters["rope_theta"]) ** exponents), 1.0  # type: ignore[arg-type]
+    nested = layer_type if parameters is not config.rope_parameters else None
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+        config, torch.device("cpu"), layer_type=nested
+    )
+    return inv_freq, float(scaling)

@@ -1,0 +1,176 @@
+"""The persistent batch: what the executor knows of each running request, one row each.
+
+A plan says only what changed; rows are swapped in and out between steps and the arrays stay.
+Engine thread. Host memory only (numpy); the runner moves a step's inputs to the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.errors import InternalError
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What the sampler needs of the R rows that sample, in one order."""
+
+    temperature: npt.NDArray[np.float32]  # [R]
+    top_k: Ints  # [R], 0 for all of the vocabulary
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.uint64]
+    positions: Ints  # [R], where in its sequence the sampled token will stand
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's ragged arrays over S requests and T tokens."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T]
+    slot_mapping: Ints  # [T], block id * block_size + offset
+    query_start_loc: Ints  # [S + 1]
+    seq_lens: Ints  # [S], KV length after this step
+    block_table: npt.NDArray[np.int32]  # [S, B]
+    fresh_block_ids: list[int]  # blocks that hold nothing of their row yet
+    batch_rows: Ints  # [R], rows of the batch that sample
+    logit_tokens: Ints  # [R], which of the T tokens each of them samples from
+    request_ids: list[str]  # [R]
+    sampling: SamplingRows
+
+
+class TokenBatch:
+    """Raises InternalError when a plan does not fit what is here."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs))[::-1]
+        max_blocks = -(-max_model_len // block_size)
+        # Zeros are mapped on first touch, so a long context costs memory only where it is used.
+        self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, np.int64)
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        """Swap rows as the plan says and gather the step's inputs."""
+        for request_id in plan.retired:
+            self._retire(request_id)
+        for admission in plan.admitted:
+            # Still here if the step that should have retired it failed.
+            self._retire(admission.request_id)
+            self._admit(admission)
+        fresh = [block_id for row in plan.rows for block_id in self._extend(row)]
+        return self._gather(plan.rows, fresh)
+
+    def append(self, batch_rows: Ints, token_ids: Ints) -> None:
+        """The next token of each of these rows, just sampled."""
+        ends = self._num_tokens[batch_rows]
+        # The last token of a full context is reported but never computed.
+        fits = ends < self._token_ids.shape[1]
+        self._token_ids[batch_rows[fits], ends[fits]] = token_ids[fits]
+        self._num_tokens[batch_rows] = ends + 1
+
+    def _retire(self, request_id: str) -> None:
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+
+    def _admit(self, admission: Admission) -> None:
+        num_tokens = len(admission.token_ids)
+        if not self._free_rows:
+            raise InternalError(f"no row is free for {admission.request_id}")
+        if num_tokens > self._token_ids.shape[1]:
+            raise InternalError(
+                f"{admission.request_id} has {num_tokens} tokens, rows hold"
+                f" {self._token_ids.shape[1]}"
+            )
+        row = self._free_rows.pop()
+        self._row_of[admission.request_id] = row
+        self._token_ids[row, :num_tokens] = admission.token_ids
+        self._num_tokens[row] = num_tokens
+        self._num_blocks[row] = 0
+        params = admission.params
+        self._temperature[row] = params.temperature
+        self._top_k[row] = max(params.top_k, 0)
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seeds[row] = admission.seed & (2**64 - 1)
+
+    def _extend(self, scheduled: ScheduledRow) -> tuple[int, ...]:
+        """Append the row's new blocks; those of them that hold none of its tokens yet."""
+        row = self._row_of.get(scheduled.request_id)
+        if row is None:
+            raise InternalError(f"{scheduled.request_id} is scheduled but was never admitted")
+        start = int(self._num_blocks[row])
+        end = start + len(scheduled.new_block_ids)
+        seq_len = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+        if seq_len > self._num_tokens[row] or seq_len > end * self._block_size:
+            raise InternalError(
+                f"{scheduled.request_id} would have {seq_len} computed tokens, with"
+                f" {self._num_tokens[row]} known and {end} blocks of {self._block_size}"
+            )
+        if end > self._block_table.shape[1]:
+            raise InternalError(f"{scheduled.request_id} has {end} blocks, more than a row holds")
+        self._block_table[row, start:end] = scheduled.new_block_ids
+        self._num_blocks[row] = end
+        num_filled = -(-scheduled.num_computed_tokens // self._block_size)
+        return scheduled.new_block_ids[max(0, num_filled - start) :]
+
+    def _gather(self, scheduled: tuple[ScheduledRow, ...], fresh: list[int]) -> StepInputs:
+        # Rows of one token first, longest first: attention gathers rows of like length together,
+        # and finds them side by side.
+        ordered = sorted(
+            scheduled, key=lambda row: (row.num_scheduled_tokens > 1, -row.num_computed_tokens)
+        )
+        rows = np.array([self._row_of[row.request_id] for row in ordered], np.int64)
+        computed = np.array([row.num_computed_tokens for row in ordered], np.int64)
+        counts = np.array([row.num_scheduled_tokens for row in ordered], np.int64)
+        query_start_loc = np.concatenate(([0], np.cumsum(counts)))  # [S + 1]
+        token_rows = np.repeat(rows, counts)  # [T]
+        positions = np.arange(query_start_loc[-1]) + np.repeat(
+            computed - query_start_loc[:-1], counts
+        )
+        blocks, offsets = np.divmod(positions, self._block_size)
+        samples = np.array([row.samples for row in ordered], bool)
+        sampling_rows = rows[samples]
+        return StepInputs(
+            token_ids=self._token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=self._block_table[token_rows, blocks].astype(np.int64) * self._block_size
+            + offsets,
+            query_start_loc=query_start_loc,
+            seq_lens=computed + counts,
+            block_table=self._block_table[rows, : int(self._num_blocks[rows].max(initial=1))],
+            fresh_block_ids=fresh,
+            batch_rows=sampling_rows,
+            logit_tokens=query_start_loc[1:][samples] - 1,
+            request_ids=[row.request_id for row in ordered if row.samples],
+            sampling=self._sampling(sampling_rows, (computed + counts)[samples]),
+        )
+
+    def _sampling(self, rows: Ints, positions: Ints) -> SamplingRows:
+        return SamplingRows(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            positions=positions,
+        )

@@ -1,0 +1,60 @@
+"""The paged operations as simply as they can be said: the oracle of every other implementation.
+
+One row, one head, one query at a time, in float64; inputs are never changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cb_kernels.ragged import RaggedBatch
+
+
+def store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """New caches like `k_cache` and `v_cache` with the tokens' K and V in their slots."""
+    new_k, new_v = k_cache.clone(), v_cache.clone()
+    block_size = k_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            new_k[slot // block_size, slot % block_size] = k[token]
+            new_v[slot // block_size, slot % block_size] = v[token]
+    return new_k, new_v
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each row's queries over the row's own pages. Float64 [T, H_q, D]."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    group_size = q.shape[1] // k_cache.shape[2]
+    for row, seq_len in enumerate(batch.seq_lens):
+        positions = range(seq_len)
+        pages = [int(batch.block_table[row, p // batch.block_size]) for p in positions]
+        offsets = [p % batch.block_size for p in positions]
+        keys = k_cache[pages, offsets].double()  # [seq_len, H_kv, D]
+        values = v_cache[pages, offsets].double()
+        for i in range(batch.num_queries(row)):
+            token = batch.query_start_loc[row] + i
+            last = seq_len - batch.num_queries(row) + i
+            first = 0 if sliding_window is None else max(0, last - sliding_window + 1)
+            for head in range(q.shape[1]):
+                kv_head = head // group_size
+                scores = keys[first : last + 1, kv_head] @ q[token, head].double() * scale
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                weights = torch.softmax(scores, 0)[: last + 1 - first]
+                out[token, head] = weights @ values[first : last + 1, kv_head]
+    return out

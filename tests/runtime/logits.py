@@ -1,0 +1,37 @@
+"""Logits of a loaded model over packed sequences, without a runner around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from cb_kernels import RaggedBatch
+from torch import Tensor
+
+from cb_backend.runtime.attention import StepAttention
+from cb_backend.runtime.kv_cache import KVCache
+from cb_backend.runtime.models.interface import CausalModel
+
+BLOCK_SIZE = 4
+
+
+@torch.inference_mode()
+def packed_logits(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits [tokens, V] of each prompt, all computed in one ragged pass."""
+    counts = [len(prompt) for prompt in prompts]
+    width = -(-max(counts) // BLOCK_SIZE)
+    cpu = torch.device("cpu")
+    cache = KVCache(model.geometry, width * len(counts), BLOCK_SIZE, dtype=model.dtype, device=cpu)
+    cache.clear(range(width * len(counts)))
+    positions = torch.cat([torch.arange(count) for count in counts])
+    starts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    batch = RaggedBatch(
+        block_table=torch.arange(width * len(counts)).view(len(counts), width),
+        query_start_loc=[sum(counts[:i]) for i in range(len(counts) + 1)],
+        seq_lens=counts,
+        block_size=BLOCK_SIZE,
+    )
+    attention = StepAttention(cache, batch, starts * width * BLOCK_SIZE + positions)
+    tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    logits = model.forward(tokens, positions, attention, torch.arange(len(tokens)))
+    return list(logits.split(counts))

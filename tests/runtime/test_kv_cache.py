@@ -1,0 +1,91 @@
+"""The pool is as large as asked for or as memory allows, and says so when that is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cb_backend.config import EngineConfig
+from cb_backend.errors import ConfigError
+from cb_backend.runtime import kv_cache, memory
+from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
+from cb_backend.runtime.models.interface import ModelGeometry
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GEOMETRY = ModelGeometry(num_layers=3, num_kv_heads=2, head_dim=8, vocab_size=9, max_context=1000)
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, layers, heads, head_dim, float32
+
+
+def _size(device: torch.device = CPU, **settings: object) -> KVCacheSpec:
+    config = EngineConfig(model="m", **settings)  # type: ignore[arg-type]
+    return size_kv_cache(config, GEOMETRY, dtype=torch.float32, device=device)
+
+
+def test_an_explicit_number_of_blocks_wins() -> None:
+    spec = _size(num_kv_blocks=7, kv_cache_gib=1.0, block_size=5)
+    assert spec == KVCacheSpec(7, 5, 5 * TOKEN_BYTES, 35)
+
+
+def test_kv_cache_gib_is_filled_with_whole_blocks() -> None:
+    spec = _size(kv_cache_gib=0.0003, block_size=16)
+    assert spec.num_blocks == int(0.0003 * 2**30) // (16 * TOKEN_BYTES)
+    assert spec.max_model_len == 16 * spec.num_blocks
+
+
+def test_the_cpu_default_leaves_most_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda *_: 1000 * TOKEN_BYTES)
+    assert _size(block_size=10).num_blocks == 25
+
+
+def test_no_more_blocks_than_requests_and_cached_prefixes_can_fill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda *_: 2**40)
+    spec = _size(block_size=16, max_num_seqs=4, max_model_len=100)
+    assert spec.num_blocks == 2 * 4 * 7
+
+
+def test_cuda_takes_a_fraction_of_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
+    assert memory.available_bytes(CUDA, 0.75) == 350  # 400 are taken, 250 stay free
+    assert memory.available_bytes(CUDA, 0.25) == 0
+
+
+def test_a_container_limit_counts(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   50 kB\n")
+    assert memory.host_available_bytes(meminfo, tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("max")
+    (tmp_path / "memory.current").write_text("1024")
+    assert memory.host_available_bytes(meminfo, tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("10240")
+    assert memory.host_available_bytes(meminfo, tmp_path) == 9216
+    with pytest.raises(ConfigError, match="set kv_cache_gib or num_kv_blocks"):
+        memory.host_available_bytes(tmp_path / "none", tmp_path)
+
+
+def test_a_pool_without_room_for_one_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no KV block"):
+        _size(kv_cache_gib=1e-9)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"1001 .* 1000"):
+        _size(max_model_len=1001)
+    with pytest.raises(ConfigError, match=r"1000 needs 250 KV blocks of 4 tokens, but 249 fit"):
+        _size(max_model_len=1000, block_size=4, num_kv_blocks=249)
+
+
+def test_clearing_blocks_zeroes_them_in_every_layer_and_no_other() -> None:
+    cache = KVCache(GEOMETRY, 5, 4, dtype=torch.float32, device=CPU)
+    for k, v in cache.layers:
+        assert k.shape == v.shape == (5, 4, 2, 8)
+        k.fill_(float("nan"))
+        v.fill_(3.0)
+    cache.clear([1, 4])
+    for k, v in cache.layers:
+        for block in range(5):
+            assert bool((v[block] == (0.0 if block in (1, 4) else 3.0)).all())
+            assert bool(k[block].isnan().any()) == (block not in (1, 4))

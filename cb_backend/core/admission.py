@@ -45,16 +45,16 @@ def refusal(
             " try again later",
             retry_after_s=_retry_after(too_many - limits.max_waiting_tokens, rates),
         )
-    if scheduler.policy.name == "deadline" and rates.is_known:
+    if scheduler.roster.policy.name == "deadline" and rates.is_known:
         return _deadline_refusal(request, scheduler, rates, now)
     return None
 
 
 def seconds_until_done(request: Request, scheduler: Scheduler, rates: StepRates) -> float:
     """An estimate for a request that is queued now: the work before it, its prompt, its output."""
-    key = scheduler.policy.key(request)
+    key = scheduler.roster.policy.key(request)
     ahead = sum(r.num_uncomputed_tokens for r in scheduler.running.values()) + sum(
-        r.num_uncomputed_tokens for r in scheduler.waiting if scheduler.policy.key(r) < key
+        r.num_uncomputed_tokens for r in scheduler.waiting if scheduler.roster.policy.key(r) < key
     )
     prompts = (ahead + request.num_prompt_tokens) / rates.tokens_per_s
     batch = min(len(scheduler.running) + 1, scheduler.limits.max_num_seqs)

@@ -36,7 +36,7 @@ def explain(scheduler: Scheduler, rates: StepRates, now: float) -> list[RequestV
     """Every live request: the running ones, then the queue in its order, then the forks."""
     running = [(r, "") for r in scheduler.roster.in_order()]
     queue = scheduler.waiting.in_order()
-    reason = scheduler.why_first_waits()
+    reason = _why_first_waits(scheduler)
     waiting = [
         (r, reason if place == 0 else f"{place} before it: {reason}")
         for place, r in enumerate(queue)
@@ -53,6 +53,12 @@ def explain(scheduler: Scheduler, rates: StepRates, now: float) -> list[RequestV
             seconds = _seconds_to_end(request, ahead, scheduler, rates)
             views.append(_view(request, position, waits_for, seconds, now))
     return views
+
+
+def _why_first_waits(scheduler: Scheduler) -> str:
+    if not scheduler.waiting:
+        return ""
+    return scheduler.planner.lacks(scheduler.waiting.peek()) or "the next step"
 
 
 def _seconds_to_end(

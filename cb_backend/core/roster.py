@@ -24,6 +24,7 @@ class Roster:
         self.forks: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
         self._order: list[tuple[Key, str]] = []  # the running, by the policy's key
         self._active: Counter[str] = Counter()  # requests of each group that run or wait
+        self._retired: list[str] = []  # stopped running; the executor still has their rows
         self._num_added = 0
 
     def use(self, policy: Policy) -> None:
@@ -87,6 +88,11 @@ class Roster:
         request.status = RequestStatus.FINISHED
         self.queue_forks_of(request)
 
+    def take_retired(self) -> tuple[str, ...]:
+        """Who has stopped running since this was last asked."""
+        retired, self._retired = tuple(self._retired), []
+        return retired
+
     def queue_forks_of(self, request: Request) -> None:
         """Its prompt is computed, or never will be."""
         for fork in self.forks.pop(request.request_id, ()):
@@ -99,6 +105,7 @@ class Roster:
     def _stop(self, request: Request) -> None:
         del self.running[request.request_id]
         self._order.remove((self.policy.key(request), request.request_id))
+        self._retired.append(request.request_id)
 
     def _activate(self, request: Request) -> None:
         group = self.policy.group(request)

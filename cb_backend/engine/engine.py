@@ -12,7 +12,8 @@ from cb_backend.core.invariants import check_plan, check_scheduler
 from cb_backend.core.policies import Policy, make_policy
 from cb_backend.core.rates import StepRates, TokenBudget
 from cb_backend.core.request import FinishReason, Request
-from cb_backend.core.scheduler import Scheduler, SchedulerLimits
+from cb_backend.core.scheduler import Scheduler
+from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
 from cb_backend.engine.stats import EngineStats, StatsRecorder, StepRecord
 from cb_backend.errors import CBError, ErrorInfo, RequestFailedError, WrongThreadError
@@ -102,9 +103,9 @@ class Engine:
             kv_usage=pool.num_in_use / pool.num_blocks,
             steps=recorder.steps,
             failed_steps=recorder.failed_steps,
-            preemptions=self.scheduler.num_preemptions,
+            preemptions=self.scheduler.planner.num_preemptions,
             computed_tokens=recorder.computed_tokens,
-            cached_tokens=self.scheduler.num_cached_tokens,
+            cached_tokens=self.scheduler.planner.num_cached_tokens,
             prompt_tokens=recorder.prompt_tokens,
             generated_tokens=recorder.generated_tokens,
             finished=dict(recorder.finished),

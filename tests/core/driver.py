@@ -7,7 +7,8 @@ from collections import defaultdict
 from cb_backend.core.invariants import check_plan, check_scheduler
 from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request
-from cb_backend.core.scheduler import Scheduler, SchedulerLimits
+from cb_backend.core.scheduler import Scheduler
+from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import StepPlan, TokenEvent
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing
 

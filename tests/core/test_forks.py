@@ -83,6 +83,6 @@ def test_choices_that_must_preempt_each_other_all_finish() -> None:
     driver = Driver(make_limits(num_blocks=10, block_size=4))
     add_choices(driver, range(6), 5, max_tokens=20)
     driver.run()
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.planner.num_preemptions > 0
     for name in ("p", "p.1", "p.2", "p.3", "p.4"):
         assert driver.output[name] == solo_output(range(6), 20, next_by_hashing)

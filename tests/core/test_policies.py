@@ -65,7 +65,7 @@ class TestPriority:
         driver.add(make_request("b", [1], max_tokens=1, priority=1))
         driver.run()
         assert list(driver.ended) == ["a", "b"]
-        assert driver.scheduler.num_preemptions == 0
+        assert driver.scheduler.planner.num_preemptions == 0
 
     @pytest.mark.parametrize(("later_by", "first"), [(29.0, "high"), (31.0, "low")])
     def test_the_bound_on_waiting_is_the_difference_of_levels_times_the_ageing(

@@ -119,7 +119,7 @@ class TestPreemption:
         prompts = {name: list(range(i, i + 6)) for i, name in enumerate("abc")}
         driver.add(*(make_request(name, p, max_tokens=16) for name, p in prompts.items()))
         driver.run()
-        assert driver.scheduler.num_preemptions > 0
+        assert driver.scheduler.planner.num_preemptions > 0
         assert list(driver.ended) == ["a", "b", "c"]
         for name, prompt in prompts.items():
             assert driver.output[name] == solo_output(prompt, 16, next_by_hashing)
@@ -128,7 +128,7 @@ class TestPreemption:
         driver = Driver(make_limits(num_blocks=8, block_size=4, enable_prefix_caching=False))
         driver.add(make_request("a", range(8), max_tokens=20))
         driver.add(make_request("b", range(1, 9), max_tokens=20))
-        while not driver.scheduler.num_preemptions:
+        while not driver.scheduler.planner.num_preemptions:
             driver.step()
         driver.add(make_request("late", [1], max_tokens=1))
         assert [r.status for r in driver.scheduler.waiting.in_order()] == [
@@ -142,7 +142,7 @@ class TestPreemption:
         driver = Driver(make_limits(num_blocks=10, block_size=4))
         driver.add(make_request("a", range(8), max_tokens=20))
         driver.add(make_request("b", range(50, 58), max_tokens=20))
-        while not driver.scheduler.num_preemptions:
+        while not driver.scheduler.planner.num_preemptions:
             driver.step()
         request = next(iter(driver.scheduler.waiting))
         known = request.num_tokens
@@ -160,7 +160,7 @@ class TestPreemption:
         driver.add(make_request("a", range(20), max_tokens=20))
         driver.add(make_request("b", range(1, 21), max_tokens=20))
         driver.run()
-        assert driver.scheduler.num_preemptions <= 2
+        assert driver.scheduler.planner.num_preemptions <= 2
 
 
 class TestPrefixCache:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests.simulation.__main__ import failure_of, report
 from tests.simulation.mutants import MUTANTS, Mutant, planted
 from tests.simulation.shrink import shrink
-from tests.simulation.world import Abort, Scenario, Submit, draw, run
+from tests.simulation.world import Abort, Submit, draw, run
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 30
@@ -35,8 +36,8 @@ def test_every_seed_holds(first: int) -> None:
 def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
     worlds = [run(draw(seed)) for seed in range(40)]
     schedulers = [world.engine.scheduler for world in worlds]
-    assert sum(scheduler.num_preemptions for scheduler in schedulers) > 100
-    assert sum(scheduler.num_cached_tokens for scheduler in schedulers) > 500
+    assert sum(scheduler.planner.num_preemptions for scheduler in schedulers) > 100
+    assert sum(scheduler.planner.num_cached_tokens for scheduler in schedulers) > 500
     assert sum(world.engine.stats().failed_steps for world in worlds) > 20
     assert {reason for world in worlds for reason in world.ended.values()} == {
         "stop",
@@ -78,9 +79,8 @@ def test_shrinking_keeps_only_what_the_failure_needs() -> None:
 
 def test_a_report_names_the_seed_and_the_smallest_failure() -> None:
     scenario = draw(0)
-    hopeless = Scenario(
-        scenario.seed, scenario.limits, (*scenario.events, Submit(0, "empty", (), 1, (), ""))
-    )
-    text = report(hopeless)
+    first = next(event for event in scenario.events if isinstance(event, Submit))
+    empty = replace(first, name="empty", prompt=())
+    text = report(replace(scenario, events=(*scenario.events, empty)))
     assert "--seed 0" in text
     assert "shrunk to 1 events" in text

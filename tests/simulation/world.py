@@ -284,7 +284,7 @@ class World:
     def _is_before(self, first: Request, second: Request) -> bool:
         """Whether the policy in force says that `first` must be served before `second`."""
         arrived_first = first.sequence < second.sequence
-        match self.engine.scheduler.policy.name:
+        match self.engine.scheduler.roster.policy.name:
             case "fcfs":
                 return arrived_first
             case "fair":

@@ -1,0 +1,16 @@
+"""What the scheduler has to share out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    num_blocks: int
+    block_size: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int  # at least max_num_seqs
+    max_prefill_chunk: int  # tokens that one request takes of a step that others want too
+    enable_prefix_caching: bool
+    num_host_blocks: int = 0

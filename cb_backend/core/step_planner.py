@@ -1,0 +1,143 @@
+"""Fills one step: who gets how much of the token budget, who joins, who gives way.
+
+Engine thread only. One equation for all: a request gets `min(num_uncomputed_tokens, its share)`.
+"""
+
+from __future__ import annotations
+
+from cb_backend.core.kv_blocks import Found, KVBlocks
+from cb_backend.core.request import Request, RequestStatus
+from cb_backend.core.roster import Roster
+from cb_backend.core.scheduler_limits import SchedulerLimits
+from cb_backend.core.step_draft import StepDraft
+
+
+class StepPlanner:
+    """Moves requests between running and waiting, with their blocks, as a step requires."""
+
+    def __init__(self, limits: SchedulerLimits, roster: Roster, blocks: KVBlocks) -> None:
+        self._limits = limits
+        self._roster = roster
+        self._blocks = blocks
+        self.num_preemptions = 0  # since the start
+        self.num_cached_tokens = 0  # prompt tokens that need not be computed, since the start
+
+    def draft(self, token_budget: int) -> StepDraft:
+        """The next step; empty only if there is no work."""
+        draft = StepDraft(left=token_budget)
+        self._displace(draft)
+        # One token of the budget is set aside for every running request, so that a long prompt
+        # never stops a stream; _continue_running gives it back as it goes.
+        draft.left -= len(self._roster.running)
+        if self._continue_running(draft):
+            self._admit_waiting(draft)
+        self._spend_rest(draft)
+        for request, num_new in draft.shares():
+            self._roster.policy.charged(request, num_new, 0)
+        return draft
+
+    def lacks(self, request: Request) -> str:
+        """What keeps a waiting request from running; empty when nothing does."""
+        if not self._has_seat():
+            return f"a seat: {len(self._roster.running)} of {self._limits.max_num_seqs} are taken"
+        wanted = self._blocks.num_taken(request, self._look_up(request))
+        left = self._num_unpromised() - self._headroom()
+        if wanted > left:
+            return f"KV blocks: it needs {wanted}, {max(left, 0)} are not promised to others"
+        return ""
+
+    def _displace(self, draft: StepDraft) -> None:
+        """Let the first in the queue throw out the last of the running, if the policy says so."""
+        while self._roster.waiting and self._roster.running:
+            first, last = self._roster.waiting.peek(), self._roster.last()
+            if not self._roster.policy.displaces(first, last) or not self.lacks(first):
+                return
+            self._preempt(last, draft)
+
+    def _continue_running(self, draft: StepDraft) -> bool:
+        """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
+        nobody_lost = True
+        for request in self._roster.in_order():
+            if request.status is not RequestStatus.RUNNING:
+                continue  # gave way to an earlier one a moment ago
+            chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
+            num_new = min(chunk, draft.left + 1)  # the 1 that was set aside
+            while self._missing(request, num_new) > self._blocks.pool.num_available:
+                nobody_lost = False
+                draft.left += 1
+                self._preempt(last := self._roster.last(), draft)
+                if last is request:
+                    break
+            else:
+                draft.give(request, num_new, self._blocks)
+                draft.left += 1
+        return nobody_lost
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        left = self._num_unpromised()
+        while self._roster.waiting and draft.left > 0 and self._has_seat():
+            request = self._roster.waiting.peek()
+            if request.request_id in draft.preempted:
+                return  # has just been displaced: not again in the same step
+            found = self._look_up(request)
+            taken = self._blocks.num_taken(request, found)
+            # The whole of it must fit beside what the running ones still need to catch up: else
+            # it would be preempted in the middle of its prompt.
+            if taken > left - self._headroom():
+                return
+            left -= taken
+            self._admit(request, found, draft)
+            chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
+            draft.give(request, min(chunk, draft.left), self._blocks)
+
+    def _spend_rest(self, draft: StepDraft) -> None:
+        """What is left after everyone had a share goes to the first that can use more."""
+        for request, num_new in draft.shares():
+            if draft.left <= 0:
+                return
+            num_blocks = len(request.block_table) + self._blocks.pool.num_available
+            room = num_blocks * self._limits.block_size - request.num_computed_tokens
+            more = min(request.num_uncomputed_tokens, room) - num_new
+            if more > 0:
+                draft.give(request, min(more, draft.left), self._blocks)
+
+    def _admit(self, request: Request, found: Found, draft: StepDraft) -> None:
+        self._blocks.attach(request, found)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = found.num_tokens
+            self.num_cached_tokens += found.num_tokens
+        self._roster.run(request)
+        self._roster.policy.charged(request, 0, found.num_tokens)
+        draft.admit(request)
+
+    def _preempt(self, request: Request, draft: StepDraft) -> None:
+        """Take everything back; what the caches do not keep is computed again when it fits."""
+        self._blocks.release(request)
+        self._roster.preempt(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        draft.preempted.add(request.request_id)
+
+    def _look_up(self, request: Request) -> Found:
+        parent = self._roster.running.get(request.fork_of) if request.fork_of else None
+        # A parent that was preempted may be in the middle of its prompt again.
+        if parent is not None and parent.num_computed_tokens < request.num_prompt_tokens - 1:
+            parent = None
+        return self._blocks.find(request, parent)
+
+    def _has_seat(self) -> bool:
+        return len(self._roster.running) < self._limits.max_num_seqs
+
+    def _num_unpromised(self) -> int:
+        """Available blocks less what the running ones need to catch up."""
+        running = self._roster.running.values()
+        promised = sum(self._missing(request, request.num_uncomputed_tokens) for request in running)
+        return self._blocks.pool.num_available - promised
+
+    def _headroom(self) -> int:
+        """Blocks kept back at admission, so that the running ones can grow for a while."""
+        return max(1, self._limits.num_blocks // 100) if self._roster.running else 0
+
+    def _missing(self, request: Request, num_new: int) -> int:
+        return self._blocks.missing(request, request.num_computed_tokens + num_new)

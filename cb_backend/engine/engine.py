@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.admission import AdmissionLimits, refusal
+from cb_backend.core.explain import RequestView, explain
 from cb_backend.core.invariants import check_plan, check_scheduler
 from cb_backend.core.policies import Policy, make_policy
 from cb_backend.core.rates import StepRates, TokenBudget
@@ -85,6 +86,10 @@ class Engine:
         events = self._update(plan, result)
         self._log_step(plan, started, failed=isinstance(result, ErrorInfo))
         return self._record(events)
+
+    def explain(self) -> list[RequestView]:
+        self._assert_thread()
+        return explain(self.scheduler, self.rates, self._clock())
 
     def check(self) -> None:
         """Raises InvariantError if the scheduler's books do not balance."""

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Sequence
 
 from cb_backend import limits
 from cb_backend.config import EngineConfig
+from cb_backend.core.explain import RequestView
 from cb_backend.core.request import Request
 from cb_backend.core.step_io import ModelInfo, TokenEvent
-from cb_backend.engine.engine_thread import EngineStatus, EngineThread
+from cb_backend.engine.engine_thread import EngineThread
+from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.engine.output_queue import Receiver
 from cb_backend.engine.stats import EngineStats, StepRecord
-from cb_backend.errors import InvalidRequestError, PromptTooLongError
+from cb_backend.errors import EngineUnavailableError, InvalidRequestError, PromptTooLongError
 from cb_backend.serving.engine_client import GenerateRequest
 from cb_backend.serving.token_stream import LoopReceiver, TokenStream
 
@@ -34,24 +36,27 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        return self._thread.status is EngineStatus.READY
+        return self._thread.life.status is EngineStatus.READY
 
     @property
     def is_alive(self) -> bool:
         """False only when the engine is beyond use: its thread crashed, or a step hangs."""
-        return self._thread.status is not EngineStatus.DEAD
+        return not self._thread.life.is_dead
 
     @property
     def status_text(self) -> str:
-        error = self._thread.error
-        return self._thread.status.name.lower() + (f": {error.message}" if error else "")
+        life = self._thread.life
+        return life.status.name.lower() + (f": {life.error.message}" if life.error else "")
 
     def model_info(self) -> ModelInfo:
         """Raises EngineNotReadyError until the model is loaded, EngineDeadError after a crash."""
-        return self._thread.model_info
+        return self._thread.engine.model_info
 
     def stats(self) -> EngineStats:
-        return self._thread.stats()
+        try:
+            return self._thread.engine.stats()
+        except EngineUnavailableError:
+            return EngineStats()
 
     def step_log(self) -> list[StepRecord]:
         """The last steps, oldest first."""
@@ -94,6 +99,14 @@ class AsyncEngine:
         """End every request whose events go to `receiver`."""
         for request_id in self._thread.output_queue.request_ids_of(receiver):
             self.abort(request_id)
+
+    async def explain(self) -> list[RequestView]:
+        """Every live request: where it stands, what it waits for, and an estimate."""
+        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.explain()))
+
+    async def use_policy(self, name: str) -> None:
+        """Change the order of requests; in effect with the next step. Raises ConfigError."""
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.use_policy(name)))
 
     def start_drain(self) -> None:
         """Refuse new requests; the others may finish until drain_timeout_s is over."""

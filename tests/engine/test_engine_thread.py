@@ -12,7 +12,8 @@ from cb_backend.config import EngineConfig
 from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import StepPlan
 from cb_backend.engine.engine import Engine
-from cb_backend.engine.engine_thread import EngineStatus, EngineThread
+from cb_backend.engine.engine_thread import EngineThread
+from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.errors import EngineDeadError, EngineNotReadyError, EngineUnavailableError
 from tests.fakes import RecordingReceiver, ShadowExecutor, make_request, solo_output
 
@@ -53,8 +54,8 @@ def start() -> Iterator[Start]:
 
 
 def ready(thread: EngineThread) -> EngineThread:
-    eventually(lambda: thread.status is not EngineStatus.LOADING)
-    assert thread.status is EngineStatus.READY
+    eventually(lambda: thread.life.status is not EngineStatus.LOADING)
+    assert thread.life.status is EngineStatus.READY
     return thread
 
 
@@ -110,7 +111,7 @@ def test_while_the_model_loads_requests_are_refused_and_afterwards_taken(start: 
     with pytest.raises(EngineNotReadyError, match="still loading"):
         thread.submit(make_request("early", [1]), receiver)
     with pytest.raises(EngineNotReadyError):
-        thread.model_info  # noqa: B018 -- the property raises
+        thread.engine  # noqa: B018 -- the property raises
     loaded.set()
     ready(thread).submit(make_request("late", [1]), receiver)
     receiver.wait_for_end("late")
@@ -122,11 +123,11 @@ def test_a_model_that_cannot_be_loaded_leaves_a_dead_engine_that_says_why(start:
         raise EngineUnavailableError("no such folder")
 
     thread = start(load)
-    eventually(lambda: thread.status is EngineStatus.DEAD)
+    eventually(lambda: thread.life.status is EngineStatus.DEAD)
     with pytest.raises(EngineDeadError, match="no such folder"):
         thread.submit(make_request("a", [1]), RecordingReceiver())
     with pytest.raises(EngineDeadError, match="no such folder"):
-        thread.model_info  # noqa: B018 -- the property raises
+        thread.engine  # noqa: B018 -- the property raises
 
 
 def test_an_abort_takes_effect_before_the_next_step(start: Start) -> None:
@@ -139,7 +140,7 @@ def test_an_abort_takes_effect_before_the_next_step(start: Start) -> None:
     gate.open()
     assert receiver.wait_for_end("a").finish_reason is FinishReason.ABORT
     assert len(executor.plans) == 1
-    assert thread.stats().kv_usage == 0.0
+    assert thread.engine.stats().kv_usage == 0.0
 
 
 def test_an_abort_while_queued_never_computes_anything(start: Start) -> None:
@@ -169,7 +170,7 @@ def test_a_failed_step_leaves_the_engine_ready(start: Start) -> None:
     thread.submit(make_request("good", [1], max_tokens=4), receiver)
     receiver.wait_for_end("good")
     assert receiver.tokens_of("good") == solo_output([1], 4)
-    assert thread.status is EngineStatus.READY
+    assert thread.life.status is EngineStatus.READY
 
 
 def test_a_crash_ends_every_stream_and_refuses_later_ones(start: Start) -> None:
@@ -184,7 +185,7 @@ def test_a_crash_ends_every_stream_and_refuses_later_ones(start: Start) -> None:
         event = receiver.wait_for_end(name)
         assert event.error is not None
         assert event.error.code == "engine_dead"
-    assert thread.status is EngineStatus.DEAD
+    assert thread.life.status is EngineStatus.DEAD
     with pytest.raises(EngineDeadError, match="every_block_has_one_state"):
         thread.submit(make_request("c", [1]), receiver)
 
@@ -201,7 +202,7 @@ def test_a_step_that_hangs_is_noticed_and_every_stream_ends(start: Start) -> Non
         assert event.error is not None
         assert event.error.code == "engine_dead"
         assert "running for more than 0.2 s" in event.error.message
-    assert thread.status is EngineStatus.DEAD
+    assert thread.life.status is EngineStatus.DEAD
     with pytest.raises(EngineDeadError, match="running for more than"):
         thread.submit(make_request("late", [1]), receiver)
     gate.open()  # the step comes back, too late: nothing of it may be delivered
@@ -221,7 +222,7 @@ def test_draining_lets_running_requests_finish_and_refuses_new_ones(start: Start
     gate.open()
     assert receiver.wait_for_end("a").finish_reason is FinishReason.LENGTH
     assert executor.closed.wait(10.0)
-    eventually(lambda: thread.status is EngineStatus.STOPPED)
+    eventually(lambda: thread.life.status is EngineStatus.STOPPED)
 
 
 def test_a_drain_that_takes_too_long_ends_what_is_left_with_an_error(start: Start) -> None:
@@ -241,7 +242,7 @@ def test_close_may_be_called_twice_and_joins_the_thread(start: Start) -> None:
     thread = ready(start(ShadowExecutor()))
     thread.close()
     thread.close()
-    assert thread.status is EngineStatus.STOPPED
+    assert thread.life.status is EngineStatus.STOPPED
     assert not thread._thread.is_alive()
 
 
@@ -249,5 +250,5 @@ def test_requests_of_a_receiver_that_is_gone_are_aborted(start: Start) -> None:
     executor = ShadowExecutor()
     thread, gone = ready(start(executor)), RecordingReceiver(gone=True)
     thread.submit(make_request("a", [1], max_tokens=100), gone)
-    eventually(lambda: thread.stats().finished.get(FinishReason.ABORT) == 1)
+    eventually(lambda: thread.engine.stats().finished.get(FinishReason.ABORT) == 1)
     assert len(executor.plans) == 1

@@ -43,7 +43,10 @@ class Contestant:
                 text=True,
                 start_new_session=True,
             )
-        print(f"loading {name} (log: {log_file.relative_to(record.ROOT)})", flush=True)
+        self._log_file = log_file.relative_to(record.ROOT)
+
+    def load(self) -> None:
+        print(f"loading {self.name} (log: {self._log_file})", flush=True)
         self._read("READY")
         self._signal(signal.SIGSTOP)
 
@@ -67,7 +70,7 @@ class Contestant:
         for line in self._process.stdout:
             if line.startswith(word):
                 return line.removeprefix(word)
-        sys.exit(f"error: {self.name} ended early; see its log")
+        sys.exit(f"error: {self.name} ended early; see {self._log_file}")
 
     def _signal(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)
@@ -89,12 +92,16 @@ def peer_python() -> Path:
 
 def compare(repeat: int, python: Path) -> None:
     model = config().model
+    commands = {
+        "cb_backend": [sys.executable, str(HERE / "bench_engine.py"), "--on-command"],
+        "vllm": [str(python), str(HERE / "peer_vllm.py"), model],
+    }
     contestants: list[Contestant] = []
     ours, theirs = [], []
     try:
-        command = [sys.executable, str(HERE / "bench_engine.py"), "--on-command"]
-        contestants.append(Contestant("cb_backend", command))
-        contestants.append(Contestant("vllm", [str(python), str(HERE / "peer_vllm.py"), model]))
+        for name, command in commands.items():
+            contestants.append(Contestant(name, command))
+            contestants[-1].load()
         for _ in range(repeat):
             ours.append(contestants[0].run())
             theirs.append(contestants[1].run())
@@ -116,4 +123,6 @@ if __name__ == "__main__":
     parser.add_argument("--repeat", type=int, default=4, help="turns (default 4)")
     parser.add_argument("--peer-python", type=Path, help="python of a vLLM installed elsewhere")
     arguments = parser.parse_args()
+    # So that `kill` ends the two engines as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     compare(arguments.repeat, arguments.peer_python or peer_python())

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cb_backend.runtime.token_batch import SamplingRows
 
-# Candidates that a nucleus is first looked for in; where they do not reach top_p, all are sorted.
+# Candidates that a nucleus is first looked for in, and how many times more where they are too few.
 _FIRST_CANDIDATES = 256
+_MORE_CANDIDATES = 16
 _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 16
 
@@ -59,11 +60,11 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     By blocks: torch reduces bfloat16 to indices one element at a time, but maxima by vectors.
     """
     num_rows, vocab_size = logits.shape
-    block = min(vocab_size & -vocab_size, _LARGEST_BLOCK)  # the largest power of two that divides
+    block = _block_size(vocab_size)
     if block < _SMALLEST_BLOCK:
         values, index = logits.float().max(-1)
         return index, values
-    blocks = logits.view(num_rows, -1, block)
+    blocks = logits.reshape(num_rows, -1, block)
     values, best_block = blocks.amax(-1).float().max(-1)
     row = torch.arange(num_rows, device=logits.device)
     index = blocks[row, best_block].float().argmax(-1)
@@ -90,7 +91,8 @@ def _draw(logits: Tensor, best_logits: Tensor, rows: SamplingRows) -> Tensor:
     device = logits.device
     temperature = torch.from_numpy(rows.temperature).to(device)
     # Relative to the row's largest, which becomes 1: no overflow at any temperature.
-    weights = torch.exp((logits.float() - best_logits[:, None]) / temperature[:, None])  # [R, V]
+    weights = torch.sub(logits, best_logits[:, None])  # [R, V], float32 like best_logits
+    weights.div_(temperature[:, None]).exp_()
     min_p = torch.from_numpy(rows.min_p).to(device)
     likely = weights
     if rows.min_p.any():
@@ -115,41 +117,82 @@ def _draw(logits: Tensor, best_logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _draw_sorted(
-    weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, numbers: Tensor
+    weights: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    numbers: Tensor,
+    num_candidates: int = _FIRST_CANDIDATES,
 ) -> Tensor:
-    """Like `_draw` for rows that look at their candidates from the most likely down."""
+    """Like `_draw` for rows that look at their candidates from the most likely down.
+
+    How many candidates a row sorts depends on that row alone: equal weights come in an order that
+    depends on the count, and a row must draw the same whatever shares its batch.
+    """
     vocab_size = weights.shape[1]
-    limits = torch.where(top_k > 0, top_k, vocab_size)  # candidates that top_k leaves a row
-    num_first = max(_FIRST_CANDIDATES, int(torch.where(top_k > 0, top_k, 0).max()))
-    count = min(vocab_size, num_first)
+    count = min(num_candidates, vocab_size)
+    limits = torch.where(top_k > 0, top_k, vocab_size)  # candidates that top_k leaves
     sorted_weights, candidates = weights.topk(count, -1)
     totals = weights.sum(-1, dtype=torch.float64)
-    kept, reached = _nucleus(sorted_weights, limits, top_p, totals)
-    if not bool(reached.all()):
-        sorted_weights, candidates = torch.sort(weights, stable=True, dim=-1, descending=True)
-        kept, _ = _nucleus(sorted_weights, limits, top_p, totals)
+    kept, enough = _nucleus(sorted_weights, limits, top_p, totals, vocab_size)
     kept &= sorted_weights >= min_p[:, None]
     drawn = _invert(torch.where(kept, sorted_weights, 0.0), numbers)
-    return candidates.gather(1, drawn[:, None])[:, 0]
+    tokens = candidates.gather(1, drawn[:, None])[:, 0]
+    if count < vocab_size and not bool(enough.all()):
+        rest = (~enough).nonzero()[:, 0]
+        tokens[rest] = _draw_sorted(
+            weights[rest],
+            top_k[rest],
+            top_p[rest],
+            min_p[rest],
+            numbers[rest],
+            num_candidates * _MORE_CANDIDATES,
+        )
+    return tokens
 
 
 def _nucleus(
-    sorted_weights: Tensor, limits: Tensor, top_p: Tensor, totals: Tensor
+    sorted_weights: Tensor, limits: Tensor, top_p: Tensor, totals: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Which sorted candidates [R, K] stay, and for which rows [R] more could not add any."""
+    """Which sorted candidates [R, K] stay, and for which rows [R] K were enough to tell."""
     count = sorted_weights.shape[1]
     in_top_k = torch.arange(count, device=limits.device) < limits[:, None]
     sums = torch.where(in_top_k, sorted_weights, 0.0).cumsum(-1, dtype=torch.float64)
     limited = limits <= count
-    totals = torch.where(limited, sums[:, -1], totals)
-    goals = top_p.double() * totals
+    goals = top_p.double() * torch.where(limited, sums[:, -1], totals)
     before = torch.cat((torch.zeros_like(sums[:, :1]), sums[:, :-1]), -1)
     kept = in_top_k & ((before < goals[:, None]) | (top_p >= 1.0)[:, None])
-    return kept, limited | ((sums[:, -1] >= goals) & (top_p < 1.0))
+    # A top_k beyond the candidates changes what top_p counts as the whole.
+    return kept, limited | ((limits >= vocab_size) & (top_p < 1.0) & (sums[:, -1] >= goals))
 
 
 def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """The first index [R] where the running sum of weights [R, K] passes number * total."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    targets = numbers[:, None] * sums[:, -1:]
-    return torch.searchsorted(sums, targets, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
+    """The first index [R] where the running sum of weights [R, K] passes number * total.
+
+    By blocks, then inside one: a running sum over a whole vocabulary cannot be vectorised.
+    """
+    block = _block_size(weights.shape[1])
+    if block < _SMALLEST_BLOCK:
+        return _first_past(weights.cumsum(-1, dtype=torch.float64), numbers)[0]
+    blocks = weights.view(weights.shape[0], -1, block)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [R, K / block]
+    chosen, rest = _first_past(sums, numbers)
+    row = torch.arange(len(chosen), device=weights.device)
+    inside = blocks[row, chosen].cumsum(-1, dtype=torch.float64)
+    # Both sums round in their own way: the rest stays below the block's own total.
+    share = (rest / inside[:, -1]).clamp_(min=0.0, max=1.0 - 2.0**-48)
+    return chosen * block + _first_past(inside, share)[0]
+
+
+def _first_past(sums: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index [R] where sums [R, K] pass number * total, and by how much the target
+    passes the sum before it. A number below 1 never ends at an index that adds nothing."""
+    targets = (numbers * sums[:, -1])[:, None]
+    index = torch.searchsorted(sums, targets, right=True)
+    before = torch.where(index > 0, sums.gather(1, (index - 1).clamp_(min=0)), 0.0)
+    return index[:, 0], (targets - before)[:, 0]
+
+
+def _block_size(count: int) -> int:
+    """The largest power of two that divides `count`, at most _LARGEST_BLOCK."""
+    return min(count & -count, _LARGEST_BLOCK)

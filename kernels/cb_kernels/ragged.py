@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Keys that a decode group may pad before splitting it pays: one more group costs about as much
 # time in operator calls as gathering this many (K and V, one layer, CPU).
-_KEYS_PER_SPLIT = 2048
+_KEYS_PER_SPLIT = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ def test_a_users_own_service_streams_text_and_a_client_that_leaves_frees_its_blo
         aborted = 'cb_requests_finished_total{reason="abort"}'
         for count in range(1, 3):
             with server.http.stream("POST", "/tell", json=long) as response:
-                assert next(response.iter_bytes())
+                pieces = response.iter_bytes()
+                assert next(pieces)
                 server.wait_until(lambda: server.metric("cb_requests_running") == 1)
             server.wait_until(server.is_idle)
             assert server.metric(aborted) == count

@@ -24,8 +24,7 @@ def write_tiny_model(folder: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
+        eos_token_id=None,  # an answer goes on to its limit, however it is sampled
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -82,14 +82,33 @@ def test_draws_follow_the_distribution(params: SamplingParams, vocab_size: int) 
     assert ((counts - cells) ** 2 / cells).sum() < degrees + 6 * (2 * degrees) ** 0.5
 
 
-def test_a_nucleus_larger_than_the_first_candidates_is_found_by_a_full_sort() -> None:
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.9),  # of 5000 tokens almost alike: more than 4096
+        SamplingParams(top_p=0.3),
+        SamplingParams(top_k=700),
+        SamplingParams(top_k=700, top_p=0.5),
+    ],
+    ids=lambda p: f"{p.top_k}-{p.top_p}",
+)
+def test_more_candidates_than_are_first_looked_at_are_found(params: SamplingParams) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 0.1
-    params = SamplingParams(top_p=0.9)
     expected = distribution(logits, params)
     assert (expected > 0).sum() > 256
-    tokens = draw_many(logits, params, 3000)
+    tokens = draw_many(logits, params, 400)
     assert (expected[tokens] > 0).all()
-    assert len(set(tokens.tolist())) > 1500
+    assert len(set(tokens.tolist())) > 150
+
+
+def test_equal_logits_are_drawn_the_same_whatever_shares_the_batch() -> None:
+    logits = (torch.randn(1, 6000, generator=torch.Generator().manual_seed(2)) * 2).round()
+    params = SamplingParams(top_k=40)
+    for seed in range(20):
+        alone, _ = sample(logits, rows_of([params], [seed], [3]))
+        others = [params, SamplingParams(top_k=3000), SamplingParams(top_p=0.99)]
+        together, _ = sample(logits.expand(3, -1), rows_of(others, [seed] * 3, [3] * 3))
+        assert alone[0] == together[0]
 
 
 def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:

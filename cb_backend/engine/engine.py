@@ -16,7 +16,7 @@ from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
-from cb_backend.engine.stats import EngineStats, StatsRecorder, StepRecord
+from cb_backend.engine.stats import EngineStats, StatsRecorder
 from cb_backend.errors import CBError, ErrorInfo, RequestFailedError, WrongThreadError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Engine:
         self.executor = executor
         self._config = config
         self.scheduler = Scheduler(
-            _scheduler_limits(config, executor.model_info), self._policy(config.policy)
+            _scheduler_limits(config, executor.model_info), _make_policy(config, config.policy)
         )
         self.recorder = StatsRecorder()
         self.rates = StepRates()
@@ -48,10 +48,6 @@ class Engine:
         self._thread_id = threading.get_ident()
 
     @property
-    def model_info(self) -> ModelInfo:
-        return self.executor.model_info
-
-    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -59,10 +55,14 @@ class Engine:
         """Queue a request; one that is refused ends at once, with an error event."""
         self._assert_thread()
         try:
-            self._check_admission(request)
+            error = refusal(request, self.scheduler, self.rates, self._admission, self._clock())
+            if error is not None:
+                raise error
             self.scheduler.add(request)
         except CBError as error:
-            return self._record([self._refusal(request, error.info())])
+            return self._record(
+                [_refused(request, error.info(), self.recorder.steps, self._clock())]
+            )
         self.recorder.prompt_tokens += request.num_prompt_tokens
         return []
 
@@ -73,7 +73,7 @@ class Engine:
     def use_policy(self, name: str) -> None:
         """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
         self._assert_thread()
-        self.scheduler.roster.use(self._policy(name))
+        self.scheduler.roster.use(_make_policy(self._config, name))
 
     def step(self) -> list[TokenEvent]:
         """One forward pass: what is known of every request grows, and some end."""
@@ -82,9 +82,13 @@ class Engine:
         self.scheduler.token_budget = self._budget.choose(self.rates)
         plan = self.scheduler.schedule()
         result = self._execute(plan)
-        self._charge(plan, self._clock() - started)
-        events = self._update(plan, result)
-        self._log_step(plan, started, failed=isinstance(result, ErrorInfo))
+        ended = self._clock()
+        self.rates.observe(plan.num_tokens, ended - started)
+        self.scheduler.charge(plan, ended - started)
+        events = self._update(plan, result, ended)
+        self.recorder.record_step(
+            plan, started, ended, self.scheduler, failed=isinstance(result, ErrorInfo)
+        )
         return self._record(events)
 
     def explain(self) -> list[RequestView]:
@@ -127,8 +131,9 @@ class Engine:
             logger.exception("step %d failed with %d requests", plan.step, len(plan.rows))
             return RequestFailedError(f"the model failed in step {plan.step}").info()
 
-    def _update(self, plan: StepPlan, result: StepResult | ErrorInfo) -> list[TokenEvent]:
-        now = self._clock()
+    def _update(
+        self, plan: StepPlan, result: StepResult | ErrorInfo, now: float
+    ) -> list[TokenEvent]:
         if isinstance(result, ErrorInfo):
             events = self.scheduler.fail(plan, result, now)
             self.check()
@@ -138,45 +143,9 @@ class Engine:
             self.check()
         return events
 
-    def _check_admission(self, request: Request) -> None:
-        error = refusal(request, self.scheduler, self.rates, self._admission, self._clock())
-        if error is not None:
-            raise error
-
-    def _charge(self, plan: StepPlan, seconds: float) -> None:
-        self.rates.observe(plan.num_tokens, seconds)
-        self.scheduler.charge(plan, seconds)
-
-    def _refusal(self, request: Request, error: ErrorInfo) -> TokenEvent:
-        return TokenEvent(
-            request_id=request.request_id,
-            token_ids=(),
-            step=self.recorder.steps,
-            time=self._clock(),
-            finish_reason=FinishReason.ERROR,
-            error=error,
-        )
-
-    def _log_step(self, plan: StepPlan, started: float, *, failed: bool) -> None:
-        now = self._clock()
-        record = StepRecord(
-            step=plan.step,
-            time=now,
-            seconds=now - started,
-            rows=tuple((row.request_id, row.num_scheduled_tokens) for row in plan.rows),
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-        )
-        self.recorder.record_step(plan, record, failed=failed)
-
     def _record(self, events: list[TokenEvent]) -> list[TokenEvent]:
         self.recorder.record_events(events)
         return events
-
-    def _policy(self, name: str) -> Policy:
-        return make_policy(
-            name, ageing_s=self._config.priority_ageing_s, weights=self._config.tenant_weights
-        )
 
     def _assert_thread(self) -> None:
         if threading.get_ident() != self._thread_id:
@@ -192,4 +161,19 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
         max_prefill_chunk=config.max_prefill_chunk or max(1, config.max_num_batched_tokens // 2),
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.num_host_kv_blocks,
+    )
+
+
+def _make_policy(config: EngineConfig, name: str) -> Policy:
+    return make_policy(name, ageing_s=config.priority_ageing_s, weights=config.tenant_weights)
+
+
+def _refused(request: Request, error: ErrorInfo, step: int, now: float) -> TokenEvent:
+    return TokenEvent(
+        request_id=request.request_id,
+        token_ids=(),
+        step=step,
+        time=now,
+        finish_reason=FinishReason.ERROR,
+        error=error,
     )

@@ -49,7 +49,7 @@ class EngineThread:
             self._thread,
             step_timeout_s=step_timeout_s,
             ended=self.life.ended,
-            on_hang=self._die,
+            on_hang=lambda reason: self._end_all(self.life.die(reason)),
         )
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class EngineThread:
             logger.exception("the engine thread ends")
             # A CBError is ours and explains itself; another error's text may hold users' data.
             why = error.message if isinstance(error, CBError) else type(error).__name__
-            self._die(f"the engine thread crashed: {why}")
+            self._end_all(self.life.die(f"the engine thread crashed: {why}"))
         else:
             self.life.advance(EngineStatus.STOPPED)
             self._end_all(EngineUnavailableError("the engine has shut down"))
@@ -157,9 +157,6 @@ class EngineThread:
             self._next_idle_check = time.monotonic() + IDLE_CHECK_INTERVAL_S
 
     # Engine thread or watchdog.
-
-    def _die(self, reason: str) -> None:
-        self._end_all(self.life.die(reason))
 
     def _end_all(self, error: CBError) -> None:
         step = 0 if self._engine is None else self._engine.recorder.steps

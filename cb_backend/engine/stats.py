@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cb_backend.core.request import FinishReason
+from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.step_io import StepPlan, TokenEvent
 
 STEP_LOG_LENGTH = 4096
@@ -61,11 +62,22 @@ class StatsRecorder:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     step_log: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEP_LOG_LENGTH))
 
-    def record_step(self, plan: StepPlan, record: StepRecord, *, failed: bool) -> None:
+    def record_step(
+        self, plan: StepPlan, started: float, ended: float, scheduler: Scheduler, *, failed: bool
+    ) -> None:
         self.steps += 1
         self.failed_steps += failed
         self.computed_tokens += plan.num_tokens
-        self.step_log.append(record)
+        self.step_log.append(
+            StepRecord(
+                step=plan.step,
+                time=ended,
+                seconds=ended - started,
+                rows=tuple((row.request_id, row.num_scheduled_tokens) for row in plan.rows),
+                num_running=len(scheduler.running),
+                num_waiting=len(scheduler.waiting),
+            )
+        )
 
     def record_events(self, events: Sequence[TokenEvent]) -> None:
         for event in events:

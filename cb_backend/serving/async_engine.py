@@ -10,13 +10,14 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 from cb_backend import limits
 from cb_backend.config import EngineConfig
-from cb_backend.core.explain import RequestView
 from cb_backend.core.request import Request
 from cb_backend.core.step_io import ModelInfo, TokenEvent
+from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.engine.output_queue import Receiver
@@ -24,6 +25,8 @@ from cb_backend.engine.stats import EngineStats, StepRecord
 from cb_backend.errors import EngineUnavailableError, InvalidRequestError, PromptTooLongError
 from cb_backend.serving.engine_client import GenerateRequest
 from cb_backend.serving.token_stream import LoopReceiver, TokenStream
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -50,7 +53,7 @@ class AsyncEngine:
 
     def model_info(self) -> ModelInfo:
         """Raises EngineNotReadyError until the model is loaded, EngineDeadError after a crash."""
-        return self._thread.engine.model_info
+        return self._thread.engine.executor.model_info
 
     def stats(self) -> EngineStats:
         try:
@@ -100,13 +103,9 @@ class AsyncEngine:
         for request_id in self._thread.output_queue.request_ids_of(receiver):
             self.abort(request_id)
 
-    async def explain(self) -> list[RequestView]:
-        """Every live request: where it stands, what it waits for, and an estimate."""
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.explain()))
-
-    async def use_policy(self, name: str) -> None:
-        """Change the order of requests; in effect with the next step. Raises ConfigError."""
-        await asyncio.wrap_future(self._thread.call(lambda engine: engine.use_policy(name)))
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """`function(engine)`, run on the engine thread between two steps."""
+        return await asyncio.wrap_future(self._thread.call(function))
 
     def start_drain(self) -> None:
         """Refuse new requests; the others may finish until drain_timeout_s is over."""

@@ -56,15 +56,15 @@ class KVCache:
         heads, blocks = (geometry.num_kv_heads,), (num_blocks, block_size)
         shape = (*heads, *blocks) if heads_outside else (*blocks, *heads)
         # Not zeroed: a block is cleared when it gets an owner, and memory is taken as it is used.
-        self._pool = torch.empty(
+        self.pool = torch.empty(
             (geometry.num_layers, 2, *shape, geometry.head_dim), dtype=dtype, device=device
         )
-        self._block_dim = 3 if heads_outside else 2
+        self.block_dim = 3 if heads_outside else 2
         self.block_size = block_size
         # [N, block_size, H_kv, D] per layer, whatever the physical order.
         self.layers: list[tuple[Tensor, Tensor]] = [
             (_logical(layer[0], heads_outside), _logical(layer[1], heads_outside))
-            for layer in self._pool
+            for layer in self.pool
         ]
 
     def clear(self, block_ids: Sequence[int]) -> None:
@@ -72,8 +72,8 @@ class KVCache:
 
         Masked positions still meet a weight of zero, and zero times an earlier owner's NaN is NaN.
         """
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
-        self._pool.index_fill_(self._block_dim, index, 0)
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
+        self.pool.index_fill_(self.block_dim, index, 0)
 
 
 def size_kv_cache(

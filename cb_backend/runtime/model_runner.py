@@ -18,6 +18,7 @@ from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import Admission, ModelInfo, ScheduledRow, StepPlan, StepResult
 from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
+from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.models.interface import CausalModel
@@ -40,7 +41,7 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
         model, implementation = load_model(config, device)
         cache_spec = size_kv_cache(config, model.geometry, dtype=model.dtype, device=device)
         info = _model_info(config, model, cache_spec, device, implementation)
-        runner = ModelRunner(model, info, max_num_seqs=config.max_num_seqs, device=device)
+        runner = ModelRunner(model, info, config, device)
     runner.warm_up()
     logger.info("serving %s", info)
     return runner
@@ -50,7 +51,7 @@ class ModelRunner:
     """Implements `core.step_io.Executor`."""
 
     def __init__(
-        self, model: CausalModel, info: ModelInfo, *, max_num_seqs: int, device: torch.device
+        self, model: CausalModel, info: ModelInfo, config: EngineConfig, device: torch.device
     ) -> None:
         self._model = model
         self._info = info
@@ -58,9 +59,10 @@ class ModelRunner:
         self._cache = KVCache(
             model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
         )
+        self._copier = BlockCopier(self._cache, config.num_host_kv_blocks)
         self._workspace = Workspace()
         self._batch = TokenBatch(
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=info.max_model_len,
             block_size=info.block_size,
         )
@@ -75,6 +77,7 @@ class ModelRunner:
         if not plan.rows:
             return StepResult(token_ids={}, failed={})
         with torch.inference_mode():
+            self._copier.run(plan.copies)
             logits = self._forward(inputs)
             if not inputs.request_ids:
                 return StepResult(token_ids={}, failed={})
@@ -98,7 +101,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
-        del self._model, self._cache, self._workspace, self._batch
+        del self._model, self._cache, self._copier, self._workspace, self._batch
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

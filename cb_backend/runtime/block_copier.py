@@ -1,0 +1,44 @@
+"""Moves whole KV blocks: to another block, to the host tier, and back. Engine thread.
+
+All on the compute stream for now, so a copy is done before the forward pass that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from cb_backend.core.step_io import BlockCopy, CopyKind
+from cb_backend.runtime.kv_cache import KVCache
+
+
+class BlockCopier:
+    """Owns the host tier's memory: `num_host_blocks` blocks in the layout of the device's pool."""
+
+    def __init__(self, cache: KVCache, num_host_blocks: int) -> None:
+        self._device = cache.pool
+        self._dim = cache.block_dim
+        shape = list(cache.pool.shape)
+        shape[self._dim] = num_host_blocks
+        # Page-locked, or the copies of a CUDA device would go through a hidden second buffer.
+        self._host = torch.empty(
+            shape, dtype=cache.pool.dtype, pin_memory=cache.pool.device.type == "cuda"
+        )
+
+    def run(self, copies: Sequence[BlockCopy]) -> None:
+        """In their order, since a later copy may read or overwrite what an earlier one touched."""
+        for kind, group in groupby(copies, key=lambda copy: copy.kind):
+            source = self._host if kind is CopyKind.IN else self._device
+            target = self._host if kind is CopyKind.OUT else self._device
+            self._copy(source, target, list(group))
+
+    def _copy(self, source: Tensor, target: Tensor, copies: list[BlockCopy]) -> None:
+        # Of two copies to one place the later one counts.
+        source_of = {copy.target: copy.source for copy in copies}
+        read = torch.tensor(list(source_of.values()), device=source.device)
+        write = torch.tensor(list(source_of), device=target.device)
+        blocks = source.index_select(self._dim, read).to(target.device)
+        target.index_copy_(self._dim, write, blocks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cb_backend.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "native", "transformers"]
+PolicyName = Literal["deadline", "fair", "fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +40,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_host_kv_blocks: int = 0  # blocks in host memory that evicted ones go to; 0: none
 
-    policy: str = "fcfs"  # order of requests: fcfs, priority, deadline or fair (per tenant)
+    policy: PolicyName = "fcfs"  # order of requests; fair is per tenant
     priority_ageing_s: float = 10.0  # seconds of waiting that are worth one level of priority
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # fair: 1 where not named
+    tenant_weights: Mapping[str, float] | None = None  # shares under fair; who is not named has 1
 
     num_threads: int | None = None  # CPU threads of a step; None: torch's choice
     step_timeout_s: float = 120.0  # a step that runs longer is a hang: the engine is dead
@@ -51,26 +52,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a model, got an empty string", field="model")
-        _check_choice("dtype", self.dtype, get_args(Dtype))
-        _check_choice("implementation", self.implementation, get_args(Implementation))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting"):
-            _check_at_least(name, getattr(self, name), 1)
-        for name in (
-            "max_model_len",
-            "block_size",
-            "num_kv_blocks",
-            "max_prefill_chunk",
-            "max_waiting_tokens",
-            "num_threads",
-        ):
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        for name, low in _INTEGERS.items():
+            if (count := getattr(self, name)) is not None:
+                _check_at_least(name, count, low)
+        for name in _POSITIVE:
             if (value := getattr(self, name)) is not None:
-                _check_at_least(name, value, 1)
-        for name in ("step_timeout_s", "drain_timeout_s", "priority_ageing_s"):
-            _check_positive(name, getattr(self, name))
-        for name in ("kv_cache_gib", "target_itl_s"):
-            if (value := getattr(self, name)) is not None:
-                _check_positive(name, value)
-        if not 0.0 < self.memory_fraction <= 1.0:
+                _check_positive(name, value, field=name)
+        for tenant, weight in (self.tenant_weights or {}).items():
+            _check_positive(f"tenant_weights[{tenant}]", weight, field="tenant_weights")
+        if self.memory_fraction > 1.0:
             raise ConfigError(
                 f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}",
                 field="memory_fraction",
@@ -83,6 +75,33 @@ class EngineConfig:
             )
 
 
+_CHOICES = {
+    "dtype": get_args(Dtype),
+    "implementation": get_args(Implementation),
+    "policy": get_args(PolicyName),
+}
+_INTEGERS = {  # and their least values
+    "max_model_len": 1,
+    "block_size": 1,
+    "num_kv_blocks": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_prefill_chunk": 1,
+    "max_num_waiting": 1,
+    "max_waiting_tokens": 1,
+    "num_host_kv_blocks": 0,
+    "num_threads": 1,
+}
+_POSITIVE = (
+    "kv_cache_gib",
+    "memory_fraction",
+    "target_itl_s",
+    "priority_ageing_s",
+    "step_timeout_s",
+    "drain_timeout_s",
+)
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", field=name)
@@ -93,6 +112,6 @@ def _check_at_least(name: str, value: int, low: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}", field=name)
 
 
-def _check_positive(name: str, value: float) -> None:
+def _check_positive(name: str, value: float, *, field: str) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} must be a number above 0, got {value!r}", field=name)
+        raise ConfigError(f"{name} must be a number above 0, got {value!r}", field=field)

@@ -28,6 +28,12 @@ from cb_backend.errors import ConfigError
         ("memory_fraction", 1.01),
         ("step_timeout_s", float("inf")),
         ("drain_timeout_s", -1.0),
+        ("target_itl_s", 0.0),
+        ("max_waiting_tokens", 0),
+        ("num_host_kv_blocks", -1),
+        ("policy", "lifo"),
+        ("priority_ageing_s", 0.0),
+        ("tenant_weights", {"a": 0.0}),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(field: str, value: object) -> None:

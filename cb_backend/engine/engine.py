@@ -165,7 +165,7 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
 
 
 def _make_policy(config: EngineConfig, name: str) -> Policy:
-    return make_policy(name, ageing_s=config.priority_ageing_s, weights=config.tenant_weights)
+    return make_policy(name, ageing_s=config.priority_ageing_s, weights=config.tenant_weights or {})
 
 
 def _refused(request: Request, error: ErrorInfo, step: int, now: float) -> TokenEvent:

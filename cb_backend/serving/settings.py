@@ -46,7 +46,7 @@ def _parse(variable: str, text: str, hint: Any) -> object:
         (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is Literal or hint is str:
         return text
-    parse, kind = _PARSERS[hint]
+    parse, kind = _PARSERS[get_origin(hint) or hint]
     try:
         return parse(text)
     except ValueError:
@@ -61,8 +61,14 @@ def _parse_bool(text: str) -> bool:
     raise ValueError(text)
 
 
+def _parse_numbers(text: str) -> dict[str, float]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name.strip(): float(number) for name, _, number in pairs}
+
+
 _PARSERS: dict[Any, tuple[Callable[[str], object], str]] = {
     int: (int, "an integer"),
     float: (float, "a number"),
+    Mapping: (_parse_numbers, "name=number pairs with commas between them"),
     bool: (_parse_bool, "one of " + ", ".join((*_TRUE, *_FALSE))),
 }

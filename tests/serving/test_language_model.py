@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 
 import pytest
@@ -12,6 +13,7 @@ from cb_backend.errors import InvalidRequestError, PromptTooLongError, RequestFa
 from cb_backend.serving.engine_client import GenerateRequest, LocalClient
 from cb_backend.serving.language_model import LanguageModel
 from cb_backend.serving.text_codec import TextCodec
+from tests.engine.test_engine_thread import Gate
 from tests.serving.conftest import CONTEXT, Script, WatchedEngine, until, until_idle
 
 pytestmark = pytest.mark.anyio
@@ -82,11 +84,15 @@ async def test_an_abort_by_the_engine_is_an_error_and_no_normal_end(
     script.say("the quick brown fox " * 20)
     prompt = await model.encode("hi<|go|>")
     request = GenerateRequest(prompt_token_ids=prompt, params=SamplingParams())
+    gate = Gate()  # the second step waits until the abort is in the inbox
+    script.before_step = lambda plan: gate(plan) if plan.step > 1 else None
 
     async def read() -> None:
         async for _ in model.generate(request):
-            for request_id in [rid for rid, _ in engine.step_log()[-1].rows]:
+            await asyncio.to_thread(gate.reached.wait, 10.0)
+            for request_id, _ in engine.step_log()[0].rows:
                 engine.abort(request_id)
+            gate.open()
 
     with pytest.raises(RequestFailedError, match="aborted"):
         await read()

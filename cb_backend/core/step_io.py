@@ -109,6 +109,7 @@ class ModelInfo:
     num_blocks: int
     block_size: int  # tokens per KV block
     bytes_per_block: int  # over all layers, K and V
+    window: int | None  # tokens that the widest attention reaches back; None: to the first
     device: str
     dtype: str
     attention: str  # the attention path that was chosen

@@ -63,6 +63,8 @@ class StepPlanner:
             chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
             num_new = min(chunk, draft.left + 1)  # the 1 that was set aside
             while self._missing(request, num_new) > self._blocks.pool.num_available:
+                if request is self._roster.last() and self._blocks.pins.drop_oldest():
+                    continue  # rather than stop the only one that could give way
                 nobody_lost = False
                 draft.left += 1
                 self._preempt(last := self._roster.last(), draft)
@@ -84,7 +86,10 @@ class StepPlanner:
             # The whole of it must fit beside what the running ones still need to catch up: else
             # it would be preempted in the middle of its prompt.
             if taken > left - self._headroom():
-                return
+                if self._roster.running or not self._blocks.pins.drop_oldest():
+                    return
+                left = self._num_unpromised()
+                continue
             left -= taken
             self._admit(request, found, draft)
             chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)

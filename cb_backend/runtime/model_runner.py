@@ -144,6 +144,7 @@ def _model_info(
         num_blocks=cache_spec.num_blocks,
         block_size=cache_spec.block_size,
         bytes_per_block=cache_spec.bytes_per_block,
+        window=model.geometry.window,
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
         attention=attention_path(device.type),

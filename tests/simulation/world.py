@@ -41,6 +41,7 @@ class Limits:
     enable_prefix_caching: bool
     num_host_blocks: int
     policy: str
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Submit:
     tenant: str
     deadline: float
     fork_of: str | None
+    pin_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ def _draw_limits(rng: random.Random) -> Limits:
         enable_prefix_caching=rng.random() < 0.8,
         num_host_blocks=rng.choice([0, 1, 3, 12, 40]),
         policy=rng.choice(POLICY_NAMES),
+        window=rng.choice([None, None, 2, 5, 17]),
     )
 
 
@@ -173,12 +176,13 @@ def _draw_submit(
         tenant=rng.choice("abc"),
         deadline=rng.choice([math.inf, rng.uniform(0, 400)]),
         fork_of=None,
+        pin_s=rng.choice([0.0, 0.0, 0.0, 30.0, 1e9]),
     )
 
 
-def expected_end(submit: Submit) -> tuple[list[int], FinishReason]:
+def expected_end(submit: Submit, window: int | None) -> tuple[list[int], FinishReason]:
     """What the request brings if nobody aborts it and no step fails."""
-    output = solo_output(submit.prompt, submit.max_tokens, next_by_hashing)
+    output = solo_output(submit.prompt, submit.max_tokens, next_by_hashing, window)
     for index, token_id in enumerate(output):
         if token_id in submit.stop_token_ids:
             return output[: index + 1], FinishReason.STOP
@@ -202,7 +206,9 @@ class World:
         self._tables: dict[str, list[int]] = {}
         self._fail_next_step = False
         self.executor = ShadowExecutor(
-            make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size),
+            make_model_info(
+                num_blocks=limits.num_blocks, block_size=limits.block_size, window=limits.window
+            ),
             next_token=next_by_hashing,
             before_step=self._before_step,
             num_host_blocks=limits.num_host_blocks,
@@ -309,7 +315,9 @@ class World:
             table, salt = self._tables[row.request_id], self.submits[row.request_id].salt
             table += row.new_block_ids
             first = row.num_computed_tokens // block_size
-            for block_id in table[:first]:
+            window = self.scenario.limits.window or row.num_computed_tokens + 1
+            seen = max(row.num_computed_tokens - window + 1, 0) // block_size
+            for block_id in table[seen:first]:
                 if self._salt_of_block[block_id] != salt:
                     raise SimulationError(f"{row.request_id} reads a block of another salt")
             for block_id in table[first:]:
@@ -351,15 +359,17 @@ class World:
             raise SimulationError(f"{sorted(missing)} never ended")
         for name, submit in self.submits.items():
             self._check_output(name, submit)
-        pool = self.engine.scheduler.blocks.pool
-        if pool.num_available != pool.num_blocks:
-            raise SimulationError(f"{pool.num_in_use} blocks in use when all is done")
+        blocks = self.engine.scheduler.blocks
+        while blocks.pins.drop_oldest():
+            pass
+        if blocks.pool.num_available != blocks.pool.num_blocks:
+            raise SimulationError(f"{blocks.pool.num_in_use} blocks in use when all is done")
         if sum(self.engine.stats().finished.values()) != len(self.submits):
             raise SimulationError("the counts of endings disagree")
 
     def _check_output(self, name: str, submit: Submit) -> None:
         output, reason = self.output[name], self.ended[name]
-        expected, expected_reason = expected_end(submit)
+        expected, expected_reason = expected_end(submit, self.scenario.limits.window)
         aborted = reason is FinishReason.ABORT and name in self.aborted
         if aborted or (reason is FinishReason.ERROR and name in self.may_fail):
             expected, expected_reason = expected[: len(output)], reason
@@ -385,6 +395,7 @@ def _request_of(submit: Submit, arrival: float) -> Request:
         tenant=submit.tenant,
         deadline=submit.deadline,
         fork_of=submit.fork_of,
+        pin_s=submit.pin_s,
     )
 
 

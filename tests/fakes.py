@@ -15,6 +15,7 @@ from cb_backend.core.step_io import (
     BlockCopy,
     CopyKind,
     ModelInfo,
+    PoolResize,
     ScheduledRow,
     StepPlan,
     StepResult,
@@ -90,6 +91,8 @@ class ShadowExecutor:
         self.info = info or make_model_info()
         self.plans: list[StepPlan] = []
         self.fail_rows: set[str] = set()
+        self.free = 2**40  # bytes
+        self.resizes: list[PoolResize] = []
         self.closed = threading.Event()
         self._next_token = next_token
         self._before_step = before_step
@@ -127,6 +130,19 @@ class ShadowExecutor:
             elif row.samples:
                 result.token_ids[row.request_id] = (self._sample(row),)
         return result
+
+    def resize(self, change: PoolResize) -> None:
+        self.resizes.append(change)
+        for copy in change.copies:
+            self._copy(copy)
+        size = self.info.block_size
+        grown = [[POISON] * size for _ in range(change.num_blocks - len(self._cache))]
+        self._cache = self._cache[: change.num_blocks] + grown
+        for row in self._rows.values():
+            row.block_table = [change.moved.get(b, b) for b in row.block_table]
+
+    def free_bytes(self) -> int:
+        return self.free
 
     def close(self) -> None:
         self.closed.set()

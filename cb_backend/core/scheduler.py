@@ -44,11 +44,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptTooLongError if even an empty pool cannot hold it."""
         most_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last is never read
-        if (wanted := self.blocks.blocks_for(most_tokens)) > self.limits.num_blocks:
+        if (wanted := self.blocks.blocks_for(most_tokens)) > self.blocks.pool.num_blocks:
             raise PromptTooLongError(
                 f"prompt ({request.num_prompt_tokens} tokens) and max_tokens"
                 f" ({request.max_tokens}) need {wanted} KV blocks, the pool"
-                f" has {self.limits.num_blocks} of {self.limits.block_size} tokens",
+                f" has {self.blocks.pool.num_blocks} of {self.limits.block_size} tokens",
                 field="prompt",
             )
         self.roster.add(request)

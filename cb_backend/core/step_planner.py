@@ -52,7 +52,8 @@ class StepPlanner:
             first, last = self._roster.waiting.peek(), self._roster.last()
             if not self._roster.policy.displaces(first, last) or not self.lacks(first):
                 return
-            self._preempt(last, draft)
+            self.preempt_last()
+            draft.preempted.add(last.request_id)
 
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
@@ -67,8 +68,7 @@ class StepPlanner:
                     continue  # rather than stop the only one that could give way
                 nobody_lost = False
                 draft.left += 1
-                self._preempt(last := self._roster.last(), draft)
-                if last is request:
+                if self.preempt_last() is request:
                     break
             else:
                 draft.give(request, num_new, self._blocks)
@@ -115,14 +115,16 @@ class StepPlanner:
         self._roster.policy.charged(request, 0, found.num_tokens)
         draft.admit(request)
 
-    def _preempt(self, request: Request, draft: StepDraft) -> None:
-        """Take everything back; what the caches do not keep is computed again when it fits."""
+    def preempt_last(self) -> Request:
+        """Take everything back from the last in order; what the caches do not keep is computed
+        again when it fits."""
+        request = self._roster.last()
         self._blocks.release(request)
         self._roster.preempt(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        draft.preempted.add(request.request_id)
+        return request
 
     def _look_up(self, request: Request) -> Found:
         parent = self._roster.running.get(request.fork_of) if request.fork_of else None
@@ -142,7 +144,7 @@ class StepPlanner:
 
     def _headroom(self) -> int:
         """Blocks kept back at admission, so that the running ones can grow for a while."""
-        return max(1, self._limits.num_blocks // 100) if self._roster.running else 0
+        return max(1, self._blocks.pool.num_blocks // 100) if self._roster.running else 0
 
     def _missing(self, request: Request, num_new: int) -> int:
         return self._blocks.missing(request, request.num_computed_tokens + num_new)

@@ -17,11 +17,13 @@ from cb_backend.config import EngineConfig
 from cb_backend.core.policies import POLICIES
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import BlockCopy, CopyKind, StepPlan, TokenEvent
+from cb_backend.core.step_io import BlockCopy, CopyKind, PoolResize, StepPlan, TokenEvent
+from cb_backend.engine.controls import resize_kv_pool, use_policy
 from cb_backend.engine.engine import Engine
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing, solo_output
 
 NUM_EVENTS = 60
+MOST_TOKENS = 44  # of a prompt and its output
 POLICY_NAMES = sorted(POLICIES)
 AGEING_S = 20.0  # the simulated clock counts steps
 WEIGHTS = {"a": 1.0, "b": 2.0}
@@ -88,7 +90,13 @@ class UsePolicy:
     policy: str
 
 
-Event = Submit | Abort | FailStep | FailRow | UsePolicy
+@dataclass(frozen=True, slots=True)
+class Resize:
+    steps_before: int
+    num_blocks: int
+
+
+Event = Submit | Abort | FailStep | FailRow | UsePolicy | Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +137,11 @@ def draw(seed: int) -> Scenario:
             events.append(Abort(steps, rng.choice(names[-8:])))
         elif kind < 0.93:
             events.append(FailRow(steps, rng.choice(names[-8:])))
-        elif kind < 0.96:
+        elif kind < 0.95:
             events.append(UsePolicy(steps, rng.choice(POLICY_NAMES)))
+        elif kind < 0.97:
+            fewest = -(-MOST_TOKENS // limits.block_size)
+            events.append(Resize(steps, fewest + rng.choice([0, 0, 1, 5, 30])))
         else:
             events.append(FailStep(steps))
     return Scenario(seed, limits, tuple(events))
@@ -143,7 +154,7 @@ def _draw_limits(rng: random.Random) -> Limits:
     return Limits(
         block_size=block_size,
         # From barely enough for the largest request to room for all.
-        num_blocks=-(-44 // block_size) + rng.choice([0, 1, 3, 10, 60]),
+        num_blocks=-(-MOST_TOKENS // block_size) + rng.choice([0, 1, 3, 10, 60]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_prefill_chunk=rng.randint(1, budget),
@@ -160,7 +171,7 @@ def _draw_submit(
     head = list(rng.choice(prefixes)[: rng.randint(0, 16)])
     tail = [rng.randrange(4) for _ in range(rng.randint(0, 8))]
     prompt = tuple(head + tail) or (0,)
-    max_tokens = rng.randint(1, 44 - len(prompt))
+    max_tokens = rng.randint(1, MOST_TOKENS - len(prompt))
     stops: tuple[int, ...] = ()
     if rng.random() < 0.4:
         output = solo_output(prompt, max_tokens, next_by_hashing)
@@ -205,9 +216,13 @@ class World:
         self._salt_of_host_block: dict[int, str] = {}
         self._tables: dict[str, list[int]] = {}
         self._fail_next_step = False
+        self._resized = False  # since the last step
         self.executor = ShadowExecutor(
             make_model_info(
-                num_blocks=limits.num_blocks, block_size=limits.block_size, window=limits.window
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                window=limits.window,
+                max_model_len=MOST_TOKENS,
             ),
             next_token=next_by_hashing,
             before_step=self._before_step,
@@ -247,7 +262,10 @@ class World:
                 if name in self.engine.scheduler.running:
                     raise SimulationError(f"{name} runs on after its abort")
             case UsePolicy(policy=policy):
-                self.engine.use_policy(policy)
+                use_policy(self.engine, policy)
+            case Resize(num_blocks=num_blocks):
+                resize_kv_pool(self.engine, num_blocks)
+                self._follow_resize(self.executor.resizes[-1])
             case FailStep():
                 self._fail_next_step = self.engine.has_work
             case FailRow(name=name):
@@ -272,6 +290,7 @@ class World:
     def _before_step(self, plan: StepPlan) -> None:
         self._check_admissions(plan)
         self._check_salts(plan)
+        self._resized = False
         if self._fail_next_step:
             self._fail_next_step = False
             self.may_fail |= {row.request_id for row in plan.rows}
@@ -279,7 +298,8 @@ class World:
 
     def _check_admissions(self, plan: StepPlan) -> None:
         admitted = [admission.request_id for admission in plan.admitted]
-        if again := set(admitted) & set(plan.retired):
+        again = set(admitted) & set(plan.retired)
+        if again and not self._resized:
             raise SimulationError(f"{again} lost their blocks and got new ones in one step")
         for waiting in self.engine.scheduler.waiting:
             for name in admitted:
@@ -327,6 +347,13 @@ class World:
         source = self._salt_of_host_block if copy.kind is CopyKind.IN else self._salt_of_block
         target = self._salt_of_host_block if copy.kind is CopyKind.OUT else self._salt_of_block
         target[copy.target] = source[copy.source]
+
+    def _follow_resize(self, change: PoolResize) -> None:
+        self._resized = True
+        for copy in change.copies:
+            self._follow_salt(copy)
+        for table in self._tables.values():
+            table[:] = [change.moved.get(block_id, block_id) for block_id in table]
 
     def _check_budget(self, plan: StepPlan) -> None:
         """Once more from outside, where a mutated invariant cannot look away."""

@@ -21,6 +21,7 @@ from cb_backend.core.step_io import (
     StepResult,
     TokenEvent,
 )
+from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.errors import ErrorInfo
 
 VOCAB_SIZE = 1000
@@ -42,6 +43,7 @@ def make_model_info(
         eos_token_ids=eos_token_ids,
         num_blocks=num_blocks,
         block_size=block_size,
+        swap_costs=COPYING_IS_FREE,
         bytes_per_block=block_size * 8,
         window=window,
         device="cpu",

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.core.swap_costs import SwapCosts
 from cb_backend.errors import ErrorInfo
 
 
@@ -117,6 +118,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     block_size: int  # tokens per KV block
+    swap_costs: SwapCosts  # measured where there is a host tier
     bytes_per_block: int  # over all layers, K and V
     window: int | None  # tokens that the widest attention reaches back; None: to the first
     device: str

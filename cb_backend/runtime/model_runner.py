@@ -6,6 +6,10 @@ Built, used and closed on the engine thread; owns the model, the KV cache and th
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +21,15 @@ from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
     Admission,
+    BlockCopy,
+    CopyKind,
     ModelInfo,
     PoolResize,
     ScheduledRow,
     StepPlan,
     StepResult,
 )
+from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
@@ -51,6 +58,8 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)
     runner.warm_up()
+    if config.num_host_kv_blocks:
+        runner.measure_swap_costs()
     logger.info("serving %s", info)
     return runner
 
@@ -118,6 +127,43 @@ class ModelRunner:
             self.execute(StepPlan(0, (), (), later))
         self.execute(StepPlan(0, ("warm-up",), (), ()))
 
+    def measure_swap_costs(self) -> None:
+        """Time a copy of one block and of many from the host, and a step of many tokens."""
+        many = min(self._info.num_blocks, self._copier.num_host_blocks, 16)
+        one_s, many_s = self._time_copies(1), self._time_copies(many)
+        block_s = max(many_s - one_s, 0.0) / max(many - 1, 1)
+        costs = SwapCosts(max(one_s - block_s, 0.0), block_s or one_s, self._time_token())
+        self._info = replace(self._info, swap_costs=costs)
+        logger.info("swap costs: %s", costs)
+
+    def _time_copies(self, num_blocks: int) -> float:
+        copies = [BlockCopy(CopyKind.IN, block, block) for block in range(num_blocks)]
+        return self._time(lambda: self._copier.run(copies))
+
+    def _time_token(self) -> float:
+        block_size = self._info.block_size
+        num_tokens = min(128, self._info.max_model_len, self._info.num_blocks * block_size)
+        blocks = tuple(range(-(-num_tokens // block_size)))
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        admission = Admission("measure", (0,) * num_tokens, num_tokens, 0, params, 0)
+        row = ScheduledRow("measure", 0, num_tokens, blocks, False)
+        plan = StepPlan(0, ("measure",), (admission,), (row,))
+        seconds = self._time(lambda: self.execute(plan))
+        self.execute(StepPlan(0, ("measure",), (), ()))
+        return seconds / num_tokens
+
+    def _time(self, work: Callable[[], object]) -> float:
+        """Seconds of the fastest of three, the device included."""
+        fastest = math.inf
+        with torch.inference_mode():
+            for _ in range(3):
+                started = time.perf_counter()
+                work()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                fastest = min(fastest, time.perf_counter() - started)
+        return fastest
+
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
         del self._model, self._cache, self._copier, self._workspace, self._batch
@@ -162,6 +208,7 @@ def _model_info(
         eos_token_ids=eos_token_ids(folder, read_config(folder)),
         num_blocks=cache_spec.num_blocks,
         block_size=cache_spec.block_size,
+        swap_costs=COPYING_IS_FREE,  # until they are measured
         bytes_per_block=cache_spec.bytes_per_block,
         window=model.geometry.window,
         device=str(device),

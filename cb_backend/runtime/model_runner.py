@@ -6,9 +6,7 @@ Built, used and closed on the engine thread; owns the model, the KV cache and th
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
     Admission,
     BlockCopy,
-    CopyKind,
     ModelInfo,
     PoolResize,
     ScheduledRow,
@@ -33,12 +30,14 @@ from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
+from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
 from cb_backend.runtime.sampler import sample
+from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import StepInputs, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
         runner = ModelRunner(model, info, config, device)
     runner.warm_up()
     if config.num_host_kv_blocks:
-        runner.measure_swap_costs()
+        runner.learn(measure_swap_costs(runner, info, config.num_host_kv_blocks))
     logger.info("serving %s", info)
     return runner
 
@@ -71,6 +70,7 @@ class ModelRunner:
         self, model: CausalModel, info: ModelInfo, config: EngineConfig, device: torch.device
     ) -> None:
         self._model = model
+        self._folder = Path(config.model)
         self._info = info
         self._device = device
         self._cache = KVCache(
@@ -113,6 +113,21 @@ class ModelRunner:
         """Memory of the device that nobody uses."""
         return available_bytes(self._device, memory_fraction=1.0)
 
+    def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
+        """See `Executor.save_blocks`."""
+        with torch.inference_mode():
+            save_blocks(Path(path), self._fingerprint(), blocks, self._cache)
+
+    def saved_digests(self, path: str) -> list[bytes]:
+        """See `Executor.saved_digests`."""
+        return digests_in(Path(path), self._fingerprint())
+
+    def load_blocks(self, path: str, places: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.load_blocks`."""
+        if places:
+            with torch.inference_mode():
+                load_blocks(Path(path), places, self._cache)
+
     def warm_up(self) -> None:
         """One step of two requests, long enough to meet both kinds of attention."""
         num_tokens = min(8, self._info.max_model_len)
@@ -127,48 +142,25 @@ class ModelRunner:
             self.execute(StepPlan(0, (), (), later))
         self.execute(StepPlan(0, ("warm-up",), (), ()))
 
-    def measure_swap_costs(self) -> None:
-        """Time a copy of one block and of many from the host, and a step of many tokens."""
-        many = min(self._info.num_blocks, self._copier.num_host_blocks, 16)
-        one_s, many_s = self._time_copies(1), self._time_copies(many)
-        block_s = max(many_s - one_s, 0.0) / max(many - 1, 1)
-        costs = SwapCosts(max(one_s - block_s, 0.0), block_s or one_s, self._time_token())
+    def learn(self, costs: SwapCosts) -> None:
+        """Known only once the runner runs."""
         self._info = replace(self._info, swap_costs=costs)
-        logger.info("swap costs: %s", costs)
 
-    def _time_copies(self, num_blocks: int) -> float:
-        copies = [BlockCopy(CopyKind.IN, block, block) for block in range(num_blocks)]
-        return self._time(lambda: self._copier.run(copies))
-
-    def _time_token(self) -> float:
-        block_size = self._info.block_size
-        num_tokens = min(128, self._info.max_model_len, self._info.num_blocks * block_size)
-        blocks = tuple(range(-(-num_tokens // block_size)))
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        admission = Admission("measure", (0,) * num_tokens, num_tokens, 0, params, 0)
-        row = ScheduledRow("measure", 0, num_tokens, blocks, False)
-        plan = StepPlan(0, ("measure",), (admission,), (row,))
-        seconds = self._time(lambda: self.execute(plan))
-        self.execute(StepPlan(0, ("measure",), (), ()))
-        return seconds / num_tokens
-
-    def _time(self, work: Callable[[], object]) -> float:
-        """Seconds of the fastest of three, the device included."""
-        fastest = math.inf
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """In their order, done when this returns."""
         with torch.inference_mode():
-            for _ in range(3):
-                started = time.perf_counter()
-                work()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                fastest = min(fastest, time.perf_counter() - started)
-        return fastest
+            self._copier.run(copies)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
         del self._model, self._cache, self._copier, self._workspace, self._batch
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _fingerprint(self) -> str:
+        return fingerprint(self._folder, self._cache)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         if inputs.fresh_block_ids:

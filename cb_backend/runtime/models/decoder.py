@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from cb_kernels import rms_norm
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.interface import Attention, ModelGeometry
@@ -159,8 +160,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype == x.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+            return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x.float(), self.weight, self._eps).to(x.dtype)
 
 
 class QKNorm(nn.Module):

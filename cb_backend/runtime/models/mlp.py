@@ -10,9 +10,13 @@ from cb_backend.runtime.models.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)); gate and up are one product."""
+    """down(activation(gate(x)) * up(x)); gate and up are one product.
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    `gate_up` may do the activation and the multiplication itself: then it is gated, and
+    `activation` is None.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str | None) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
@@ -20,8 +24,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] to the same."""
-        gate, up = self.gate_up(x).chunk(2, -1)  # [T, intermediate] each
-        y: Tensor = self.down(_activate(gate, self._activation).mul_(up))
+        h = self.gate_up(x)
+        if self._activation is not None:
+            gate, up = h.chunk(2, -1)  # [T, intermediate] each
+            h = _gelu(gate, self._activation).mul_(up)
+        y: Tensor = self.down(h)
         return y
 
 
@@ -61,7 +68,5 @@ class MixtureOfExperts(nn.Module):
         return out
 
 
-def _activate(gate: Tensor, name: str) -> Tensor:
-    if name == "silu":
-        return F.silu(gate)
+def _gelu(gate: Tensor, name: str) -> Tensor:
     return F.gelu(gate, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.serving.async_engine import AsyncEngine
+
+# How often a thread of OpenMP looks for work before it sleeps; read when torch is loaded, and a
+# value of the user's own stands. MEASURED
+_OPENMP_SPINS = "10000"
 
 
 def create_engine(config: EngineConfig) -> AsyncEngine:
@@ -18,6 +23,7 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
     """
 
     def build() -> Engine:
+        os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)
         # Imports torch and transformers: seconds that the caller's thread need not wait for.
         from cb_backend.runtime.model_runner import load_model_runner
 

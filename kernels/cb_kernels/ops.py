@@ -112,12 +112,18 @@ class PackedLinear:
         self._width = width
         self._gated = gated
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N], or to silu(gate) * up [..., N / 2]."""
+    def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
+        to silu(gate) * up [..., N / 2]."""
         c = kernels()
         assert c is not None
         rows = x.reshape(-1, x.shape[-1])
-        y = c.linear(rows, self._packed, self._bias, self._width, gated=self._gated)
+        y = c.linear(
+            *(rows, self._packed, self._bias, self._width),
+            gated=self._gated,
+            onto=onto,
+            scale=scale,
+        )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 

@@ -25,6 +25,7 @@ class Linear(nn.Module):
     """y = x @ weight.T + bias. `weight` [out, in] may be filled in parts before `pack`.
 
     `gated`: the weight is gate over up, and y is silu(gate) * up, half as wide as the weight.
+    Otherwise y may be scaled and added `onto` another: a residual costs no pass of its own.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> None:
@@ -46,14 +47,14 @@ class Linear(nn.Module):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
             self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         if self._kernel is not None:
-            return self._kernel(x)
+            return self._kernel(x, onto, scale)
         y = self._product(x)
-        if not self._gated:
-            return y
-        gate, up = y.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        if self._gated:
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate).mul_(up)
+        return y if onto is None else torch.add(onto, y, alpha=scale)
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is None:

@@ -22,13 +22,13 @@ class GatedMLP(nn.Module):
         self.down = down
         self._activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] to the same."""
+    def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
         h = self.gate_up(x)
         if self._activation is not None:
             gate, up = h.chunk(2, -1)  # [T, intermediate] each
             h = _gelu(gate, self._activation).mul_(up)
-        y: Tensor = self.down(h)
+        y: Tensor = self.down(h, onto, scale)
         return y
 
 
@@ -47,8 +47,8 @@ class MixtureOfExperts(nn.Module):
         self._top_k = top_k
         self._normalize = normalize
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] to the same."""
+    def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
         scores = torch.softmax(self.router(x), -1, dtype=torch.float32)
         weights, chosen = torch.topk(scores, self._top_k, dim=-1)  # [T, top_k]
         if self._normalize:
@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
                 rows = tokens[start : start + count]
                 out.index_add_(0, rows, expert(x[rows]) * weights[start : start + count])
                 start += count
-        return out
+        return out if onto is None else torch.add(onto, out, alpha=scale)
 
 
 def _gelu(gate: Tensor, name: str) -> Tensor:

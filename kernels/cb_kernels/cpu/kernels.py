@@ -24,7 +24,10 @@ _SIGNATURES: dict[str, Sequence[object]] = {
     ),
     "cb_rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "cb_rope": (_POINTER, _INT64, _POINTER, _POINTER, *[_INT64] * 4, _INT),
-    "cb_linear": (_POINTER, _INT64, _POINTER, _POINTER, _INT, _POINTER, *[_INT64] * 3),
+    "cb_linear": (
+        *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _FLOAT, _INT, _POINTER),
+        *[_INT64] * 3,
+    ),
     "cb_has_pairs": (),
 }
 _RETURNS_STATUS = ("cb_attention", "cb_store_kv", "cb_has_pairs")
@@ -159,15 +162,27 @@ class Kernels:
         return halves.transpose(0, 1).reshape(gate_up.shape)
 
     def linear(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, width: int, *, gated: bool
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        width: int,
+        *,
+        gated: bool,
+        onto: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
-        """x [M, K] to [M, N] of `width` N; gated: to silu(gate) * up [M, N / 2]."""
+        """x [M, K] to [M, N] of `width` N, times `scale` and added onto [M, N] if that is given;
+        gated: to silu(gate) * up [M, N / 2]."""
         if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4:  # pairs are read as dwords
             x = x.contiguous()
+        onto = None if onto is None else onto.contiguous()
         y = torch.empty(x.shape[0], width // 2 if gated else width, dtype=x.dtype)
         self._library.cb_linear(
             *(x.data_ptr(), x.stride(0), packed.data_ptr()),
-            *(None if bias is None else bias.data_ptr(), gated, y.data_ptr()),
+            None if bias is None else bias.data_ptr(),
+            None if onto is None else onto.data_ptr(),
+            *(scale, gated, y.data_ptr()),
             *(x.shape[0], x.shape[1], width),
         )
         return y

@@ -13,8 +13,8 @@ from cb_kernels.cpu.self_test import fault_of
 
 logger = logging.getLogger(__name__)
 
-# "0" leaves everything to torch.
-SWITCH = "CB_KERNELS_C"
+# "0" leaves everything to torch. Not CB_...: those are the settings of the engine.
+SWITCH = "CBKERNELS_C"
 
 
 @functools.cache

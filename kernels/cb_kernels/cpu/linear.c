@@ -1,4 +1,4 @@
-/* y = x W^T of bfloat16 with float sums; silu(gate) * up while the sums are still in cache.
+/* y = x W^T of bfloat16 with float sums; what follows it is done while the sums are still in cache.
 
    The weight is packed in panels of 64 outputs: [N / 64, K / 2, 64] of pairs along K. */
 #include "product.h"
@@ -14,6 +14,8 @@
 
 struct output {
     const uint16_t *bias; /* [N], in the order of the panels' columns, or NULL */
+    const uint16_t *onto; /* [M, N], contiguous, or NULL: y is onto + scale * product */
+    float scale;
     int gated;            /* a panel is 32 of gate, then their 32 of up; y is silu(gate) * up */
     uint16_t *y;          /* [M, width] */
     int64_t width;        /* N, or N / 2 when gated */
@@ -28,8 +30,11 @@ INLINE vf sum_at(const struct output *o, const float *sums, int64_t first, int c
 INLINE void finish(const struct output *o, const float *sums, int64_t row, int64_t first, int num) {
     uint16_t *y = o->y + row * o->width;
     if (!o->gated) {
-        for (int j = 0; j < num; j += LANES)
-            store_bf16(y + first + j, sum_at(o, sums, first, j));
+        const uint16_t *onto = o->onto ? o->onto + row * o->width + first : NULL;
+        for (int j = 0; j < num; j += LANES) {
+            vf x = sum_at(o, sums, first, j);
+            store_bf16(y + first + j, onto ? load_bf16(onto + j) + x * o->scale : x);
+        }
         return;
     }
     for (int j = 0; j < num / 2; j += LANES) {
@@ -66,8 +71,9 @@ static int rows_of_a_job(int64_t num_rows, int64_t panels) {
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
    64 when gated; num_in even. */
 void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, const uint16_t *bias,
-               int gated, uint16_t *y, int64_t num_rows, int64_t num_in, int64_t num_out) {
-    struct output o = {bias, gated, y, gated ? num_out / 2 : num_out};
+               const uint16_t *onto, float scale, int gated, uint16_t *y, int64_t num_rows,
+               int64_t num_in, int64_t num_out) {
+    struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out};
     int64_t num_panels = (num_out + PANEL - 1) / PANEL;
     int rows = rows_of_a_job(num_rows, num_panels);
     int64_t parts = (num_rows + rows - 1) / rows;

@@ -68,8 +68,10 @@ def _rope(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _linear(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight, bias = (_numbers(*shape, dtype=dtype) / 8 for shape in ((9, 64), (80, 64), (80,)))
+    onto = _numbers(9, 80, dtype=dtype)
     packed = kernels.pack(weight, gated=False)
-    return kernels.linear(x, packed, bias, 80, gated=False), F.linear(x, weight, bias)
+    actual = kernels.linear(x, packed, bias, 80, gated=False, onto=onto, scale=0.5)
+    return actual, onto + F.linear(x, weight, bias) * 0.5
 
 
 def _gated(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

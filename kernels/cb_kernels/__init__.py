@@ -1,6 +1,25 @@
-"""Operations on a paged KV cache. Each has a plain torch reference; knows nothing of cb_backend."""
+"""Operations on a paged KV cache and around it. Each has a plain torch reference; knows nothing of
+cb_backend."""
 
-from cb_kernels.ops import attention_path, paged_attention, store_kv
+from cb_kernels.ops import (
+    PackedLinear,
+    attention_path,
+    pack_linear,
+    paged_attention,
+    rms_norm,
+    rope,
+    store_kv,
+)
 from cb_kernels.ragged import RaggedBatch, Workspace
 
-__all__ = ["RaggedBatch", "Workspace", "attention_path", "paged_attention", "store_kv"]
+__all__ = [
+    "PackedLinear",
+    "RaggedBatch",
+    "Workspace",
+    "attention_path",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rope",
+    "store_kv",
+]

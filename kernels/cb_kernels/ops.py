@@ -1,4 +1,6 @@
-"""The public operations on a paged KV cache: argument checks and the one dispatch rule.
+"""The public operations: argument checks and the one dispatch rule.
+
+On the CPU the kernels in C take what they can, torch the rest; elsewhere torch takes all.
 
 A cache has the logical shape [N, block_size, H_kv, D] with any strides that keep D contiguous;
 physically the heads may lie outside (`torch.empty(H_kv, N, block_size, D).permute(1, 2, 0, 3)`).
@@ -6,16 +8,18 @@ physically the heads may lie outside (`torch.empty(H_kv, N, block_size, D).permu
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from cb_kernels import torch_impl
+from cb_kernels.cpu.library import kernels
 from cb_kernels.ragged import RaggedBatch
 
 
 def attention_path(device_type: str) -> str:
-    """The dispatch rule: the name of the implementation that serves a kind of device."""
-    # One implementation so far. A kernel for a device type is added here and nowhere else.
-    return f"paged torch ({device_type})"
+    """The name of the implementation that serves a kind of device."""
+    c = kernels() if device_type == "cpu" else None
+    return f"paged torch ({device_type})" if c is None else f"paged {c.name} ({device_type})"
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -29,7 +33,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         raise ValueError(f"k {_text(k)} and v {_text(v)} do not fit a cache {_text(k_cache)}")
     if slot_mapping.shape != k.shape[:1]:
         raise ValueError(f"{k.shape[0]} tokens need as many slots, got {_text(slot_mapping)}")
-    torch_impl.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    c = kernels() if k.device.type == "cpu" else None
+    if c is not None and c.takes_store(k_cache, v_cache):
+        c.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        torch_impl.store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 def paged_attention(
@@ -60,7 +68,11 @@ def paged_attention(
         raise ValueError(f"blocks of {batch.block_size} do not fit a cache {_text(k_cache)}")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"{q.shape[1]} heads need as many sinks, got {_text(sinks)}")
-    return torch_impl.paged_attention(
+    c = kernels() if q.device.type == "cpu" else None
+    attend = torch_impl.paged_attention
+    if c is not None and c.takes_attention(q, k_cache, v_cache):
+        attend = c.attention
+    return attend(
         q,
         k_cache,
         v_cache,
@@ -70,6 +82,62 @@ def paged_attention(
         soft_cap=soft_cap,
         sinks=sinks,
     )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in x's dtype, which is the weight's."""
+    c = kernels() if x.device.type == "cpu" else None
+    if c is not None and c.takes_norm(x, weight):
+        return c.rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+    """x [T, H, D], which may be overwritten, with dimension i < half turned against i + half.
+
+    cos and sin [T, 1, D]; sin carries the sign of its half, and past 2 * half cos is 1, sin 0.
+    """
+    c = kernels() if x.device.type == "cpu" else None
+    if c is not None and c.takes_rope(x, cos, half):
+        return c.rope(x, cos, sin, half)
+    return torch_impl.rope(x, cos, sin, half)
+
+
+class PackedLinear:
+    """x W^T + b of a CPU weight in the layout of the kernel in C. See `pack_linear`."""
+
+    def __init__(self, packed: Tensor, bias: Tensor | None, width: int, *, gated: bool) -> None:
+        self._packed = packed
+        self._bias = bias
+        self._width = width
+        self._gated = gated
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
+        to silu(gate) * up [..., N / 2]."""
+        c = kernels()
+        assert c is not None
+        rows = x.reshape(-1, x.shape[-1])
+        y = c.linear(
+            *(rows, self._packed, self._bias, self._width),
+            gated=self._gated,
+            onto=onto,
+            scale=scale,
+        )
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLinear | None:
+    """A weight [N, K], copied into the kernel's layout; None where there is no kernel for it.
+
+    `gated`: its rows are those of gate, then those of up, and the product is silu(gate) * up.
+    """
+    c = kernels() if weight.device.type == "cpu" else None
+    if c is None or not c.takes_linear(weight, gated=gated):
+        return None
+    if gated and bias is not None:
+        bias = c.interleave(bias)
+    return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape[0], gated=gated)
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:

@@ -106,6 +106,7 @@ class RaggedBatch:
     _plans: dict[tuple[int | None, CacheLayout], GatherPlan] = field(
         default_factory=dict, init=False, repr=False
     )
+    _host_rows: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = len(self.seq_lens)
@@ -131,6 +132,16 @@ class RaggedBatch:
 
     def num_queries(self, row: int) -> int:
         return self.query_start_loc[row + 1] - self.query_start_loc[row]
+
+    def host_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Block table [S, B], query_start_loc [S + 1] and seq_lens [S], int32 and contiguous."""
+        if self._host_rows is None:
+            self._host_rows = (
+                self.block_table.to(torch.int32).contiguous(),
+                torch.tensor(self.query_start_loc, dtype=torch.int32),
+                torch.tensor(self.seq_lens, dtype=torch.int32),
+            )
+        return self._host_rows
 
     def plan(self, sliding_window: int | None, layout: CacheLayout) -> GatherPlan:
         """The gather plan for layers with this window (None: all keys), built at first use."""

@@ -51,6 +51,12 @@ def paged_attention(
     return out
 
 
+def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+    """See `ops.rope`."""
+    swapped = torch.cat((x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]), -1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """The arguments of one call, which its parts share."""

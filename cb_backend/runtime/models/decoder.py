@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from cb_kernels import rms_norm
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.interface import Attention, ModelGeometry
@@ -92,14 +93,19 @@ class DecoderLayer(nn.Module):
         self._residual_scale = spec.residual_scale
 
     def forward(self, x: Tensor, turns: Turns, attention: Attention) -> Tensor:
+        scale = self._residual_scale
         h = x if self.attention_in is None else self.attention_in(x)
-        h = self.attention(h, turns, attention)
-        x = self._add(x, h if self.attention_out is None else self.attention_out(h))
-        h = self.mlp(x if self.mlp_in is None else self.mlp_in(x))
-        return self._add(x, h if self.mlp_out is None else self.mlp_out(h))
-
-    def _add(self, residual: Tensor, h: Tensor) -> Tensor:
-        return torch.add(residual, h, alpha=self._residual_scale)
+        if self.attention_out is None:
+            x = self.attention(h, turns, attention, x, scale)
+        else:
+            h = self.attention(h, turns, attention)
+            x = torch.add(x, self.attention_out(h), alpha=scale)
+        h = x if self.mlp_in is None else self.mlp_in(x)
+        if self.mlp_out is None:
+            x = self.mlp(h, x, scale)
+        else:
+            x = torch.add(x, self.mlp_out(self.mlp(h)), alpha=scale)
+        return x
 
 
 class SelfAttention(nn.Module):
@@ -125,7 +131,15 @@ class SelfAttention(nn.Module):
         self._layer = layer
         self._index = index
 
-    def forward(self, x: Tensor, turns: Turns, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        turns: Turns,
+        attention: Attention,
+        onto: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
         spec = self._spec
         num_qk = spec.num_heads + spec.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)  # [T, H_q + 2 H_kv, D]
@@ -143,7 +157,7 @@ class SelfAttention(nn.Module):
             sliding_window=self._layer.sliding_window,
             soft_cap=spec.attention_soft_cap,
         )
-        y: Tensor = self.output(attended.reshape(x.shape[0], -1))
+        y: Tensor = self.output(attended.reshape(x.shape[0], -1), onto, scale)
         return y
 
 
@@ -160,8 +174,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype == x.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+            return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x.float(), self.weight, self._eps).to(x.dtype)
 
 
 class QKNorm(nn.Module):

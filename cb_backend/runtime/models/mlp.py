@@ -10,18 +10,25 @@ from cb_backend.runtime.models.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)); gate and up are one product."""
+    """down(activation(gate(x)) * up(x)); gate and up are one product.
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    `gate_up` may do the activation and the multiplication itself: then it is gated, and
+    `activation` is None.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str | None) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
         self._activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] to the same."""
-        gate, up = self.gate_up(x).chunk(2, -1)  # [T, intermediate] each
-        y: Tensor = self.down(_activate(gate, self._activation).mul_(up))
+    def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
+        h = self.gate_up(x)
+        if self._activation is not None:
+            gate, up = h.chunk(2, -1)  # [T, intermediate] each
+            h = _gelu(gate, self._activation).mul_(up)
+        y: Tensor = self.down(h, onto, scale)
         return y
 
 
@@ -40,8 +47,8 @@ class MixtureOfExperts(nn.Module):
         self._top_k = top_k
         self._normalize = normalize
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] to the same."""
+    def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
         scores = torch.softmax(self.router(x), -1, dtype=torch.float32)
         weights, chosen = torch.topk(scores, self._top_k, dim=-1)  # [T, top_k]
         if self._normalize:
@@ -58,10 +65,8 @@ class MixtureOfExperts(nn.Module):
                 rows = tokens[start : start + count]
                 out.index_add_(0, rows, expert(x[rows]) * weights[start : start + count])
                 start += count
-        return out
+        return out if onto is None else torch.add(onto, out, alpha=scale)
 
 
-def _activate(gate: Tensor, name: str) -> Tensor:
-    if name == "silu":
-        return F.silu(gate)
+def _gelu(gate: Tensor, name: str) -> Tensor:
     return F.gelu(gate, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")

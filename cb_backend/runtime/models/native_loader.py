@@ -47,6 +47,9 @@ class NativeLoader:
         self._spec = spec
         self._dtype = dtype
         self._device = device
+        # silu(gate) * up is part of the product; other activations are the MLP's own.
+        self._gated = spec.activation == "silu"
+        self._activation = None if self._gated else spec.activation
         kinds = {layer.rope for layer in spec.layers if layer.rope is not None}
         self._ropes = {kind: Rope(config, kind, spec.head_dim, device) for kind in sorted(kinds)}
 
@@ -125,37 +128,42 @@ class NativeLoader:
 
     def _mlp(self, prefix: str, width: int) -> GatedMLP:
         spec = self._spec
+        names, widths = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width, width]
         if spec.fused_weights:
-            gate_up = self._linear(
-                [f"{prefix}.gate_up_proj"], [2 * width], spec.hidden_size, bias=False
-            )
-        else:
-            names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-            gate_up = self._linear(names, [width, width], spec.hidden_size, bias=spec.mlp_bias)
+            names, widths = [f"{prefix}.gate_up_proj"], [2 * width]
+        bias = spec.mlp_bias and not spec.fused_weights
+        gate_up = self._linear(names, widths, spec.hidden_size, bias=bias, gated=self._gated)
         down = self._linear([f"{prefix}.down_proj"], [spec.hidden_size], width, bias=spec.mlp_bias)
-        return GatedMLP(gate_up, down, spec.activation)
+        return GatedMLP(gate_up, down, self._activation)
 
     def _experts(self, prefix: str, experts: ExpertsSpec) -> MixtureOfExperts:
         hidden, width = self._spec.hidden_size, experts.intermediate_size
         mlps = []
         for index in range(experts.num_experts):
             names = [f"{prefix}.experts.{index}.{name}" for name in (experts.gate, experts.up)]
-            gate_up = self._linear(names, [width, width], hidden, bias=False)
+            widths = [width, width]
+            gate_up = self._linear(names, widths, hidden, bias=False, gated=self._gated)
             down_name = f"{prefix}.experts.{index}.{experts.down}"
             down = self._linear([down_name], [hidden], width, bias=False)
-            mlps.append(GatedMLP(gate_up, down, self._spec.activation))
+            mlps.append(GatedMLP(gate_up, down, self._activation))
         router = self._linear([f"{prefix}.gate"], [experts.num_experts], hidden, bias=False)
         return MixtureOfExperts(router, mlps, top_k=experts.top_k, normalize=experts.normalize)
 
     def _linear(
-        self, names: Sequence[str], widths: Sequence[int], in_width: int, *, bias: bool
+        self,
+        names: Sequence[str],
+        widths: Sequence[int],
+        in_width: int,
+        *,
+        bias: bool,
+        gated: bool = False,
     ) -> Linear:
         """One packed product of several projections: their outputs lie side by side."""
         weight = self._tensor([f"{name}.weight" for name in names], (sum(widths), in_width))
         bias_tensor = None
         if bias:
             bias_tensor = self._tensor([f"{name}.bias" for name in names], (sum(widths),))
-        linear = Linear(weight, bias_tensor)
+        linear = Linear(weight, bias_tensor, gated=gated)
         linear.pack()
         return linear
 

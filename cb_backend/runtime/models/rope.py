@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from cb_kernels import rope
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,11 +34,9 @@ class Rope:
         return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
     def apply(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, H, D] turned; neox style, the halves of the rotary part swapped."""
-        cos, sin = turns
-        half = self._inv_freq.shape[0]
-        swapped = torch.cat((x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]), -1)
-        return torch.addcmul(x * cos, swapped, sin)
+        """x [T, H, D], which may be overwritten, turned; neox style: the halves of the rotary
+        part swapped."""
+        return rope(x, *turns, self._inv_freq.shape[0])
 
 
 def rope_parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, object]:

@@ -1,0 +1,1 @@
+"""The operations in C, for the CPU: compiled once by the machine's own compiler, then cached."""

@@ -1,0 +1,4 @@
+/* All of the library in one unit, so that the products are compiled once. */
+#include "attention.c"
+#include "linear.c"
+#include "pointwise.c"

@@ -1,0 +1,93 @@
+/* y = x W^T of bfloat16 with float sums; what follows it is done while the sums are still in cache.
+
+   The weight is packed in panels of 64 outputs: [N / 64, K / 2, 64] of pairs along K. */
+#include "product.h"
+
+#if HAS_PAIRS
+
+#include <omp.h>
+
+#define PANEL 64
+#define MOST_ROWS 128       /* of a job: its float sums are 32 KiB */
+#define MOST_DEPTH 1024     /* pairs at a time: the part of a panel is 256 KiB, within L2 */
+#define JOBS_PER_THREAD 6   /* at least, so that the last ones end together */
+
+struct output {
+    const uint16_t *bias; /* [N], in the order of the panels' columns, or NULL */
+    const uint16_t *onto; /* [M, N], contiguous, or NULL: y is onto + scale * product */
+    float scale;
+    int gated;            /* a panel is 32 of gate, then their 32 of up; y is silu(gate) * up */
+    uint16_t *y;          /* [M, width] */
+    int64_t width;        /* N, or N / 2 when gated */
+};
+
+INLINE vf sum_at(const struct output *o, const float *sums, int64_t first, int column) {
+    vf x = load(sums + column);
+    return o->bias ? x + load_bf16(o->bias + first + column) : x;
+}
+
+/* sums [64] to y's row: `num` columns from `first` on, a whole number of vectors. */
+INLINE void finish(const struct output *o, const float *sums, int64_t row, int64_t first, int num) {
+    uint16_t *y = o->y + row * o->width;
+    if (!o->gated) {
+        const uint16_t *onto = o->onto ? o->onto + row * o->width + first : NULL;
+        for (int j = 0; j < num; j += LANES) {
+            vf x = sum_at(o, sums, first, j);
+            store_bf16(y + first + j, onto ? load_bf16(onto + j) + x * o->scale : x);
+        }
+        return;
+    }
+    for (int j = 0; j < num / 2; j += LANES) {
+        vf gate = sum_at(o, sums, first, j), up = sum_at(o, sums, first, j + num / 2);
+        store_bf16(y + first / 2 + j, silu_of(gate) * up);
+    }
+}
+
+/* Rows [start, stop) of x [M, K] times one panel. */
+static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *panel, int depth,
+                           int64_t start, int64_t stop, int64_t first, int num,
+                           const struct output *o) {
+    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+    int rows = (int)(stop - start);
+    for (int k = 0; k < depth; k += MOST_DEPTH) {
+        int part = depth - k < MOST_DEPTH ? depth - k : MOST_DEPTH;
+        product((const uint32_t *)(x + start * x_stride) + k, x_stride / 2,
+                panel + (int64_t)k * PANEL, PANEL, sums, PANEL, rows, num / LANES, part, k > 0, 1);
+    }
+    for (int i = 0; i < rows; i++) finish(o, sums + i * PANEL, start + i, first, num);
+}
+
+/* Rows at a time, so that every thread gets enough jobs and none is tiny. */
+static int rows_of_a_job(int64_t num_rows, int64_t panels) {
+    int64_t wanted = (int64_t)JOBS_PER_THREAD * omp_get_max_threads();
+    int64_t parts = (wanted + panels - 1) / panels;
+    int64_t rows = (num_rows + parts - 1) / parts;
+    rows = (rows + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
+    int64_t least = 4 * MAX_ROWS;
+    rows = rows < least ? least : rows;
+    return (int)(rows > MOST_ROWS ? MOST_ROWS : rows);
+}
+
+/* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
+   64 when gated; num_in even. */
+void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, const uint16_t *bias,
+               const uint16_t *onto, float scale, int gated, uint16_t *y, int64_t num_rows,
+               int64_t num_in, int64_t num_out) {
+    struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out};
+    int64_t num_panels = (num_out + PANEL - 1) / PANEL;
+    int rows = rows_of_a_job(num_rows, num_panels);
+    int64_t parts = (num_rows + rows - 1) / rows;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t job = 0; job < num_panels * parts; job++) {
+        int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
+        int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
+        int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
+        multiply_panel(x, x_stride, panels + panel * (num_in / 2) * PANEL, (int)(num_in / 2), start,
+                       stop, first, num, &o);
+    }
+}
+
+#endif
+
+/* Whether bfloat16 linears can be had from this build. */
+int cb_has_pairs(void) { return HAS_PAIRS; }

@@ -1,0 +1,104 @@
+/* Sixteen floats at a time, in GCC's vector extensions: one AVX-512 register, two of AVX2. */
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+/* Whether bfloat16 products run on pairs (VDPBF16PS); elsewhere bfloat16 is widened to float. */
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(64)));
+typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef uint16_t vh_any __attribute__((vector_size(32), aligned(2), may_alias));
+
+INLINE vf splat(float x) { return x - (vf){}; }
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
+
+INLINE vf load_bf16(const uint16_t *p) {
+    return (vf)(__builtin_convertvector(*(const vh_any *)p, vu) << 16);
+}
+
+/* Rounds to nearest, ties to even. */
+INLINE void store_bf16(uint16_t *p, vf x) {
+#if HAS_PAIRS
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    vu u = (vu)x;
+    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu is_nan = (vu)(x != x);
+    *(vh_any *)p = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), vh);
+#endif
+}
+
+/* Element `index` of float or bfloat16 memory. */
+INLINE const void *at(const void *base, int64_t index, int bf16) {
+    return (const char *)base + index * (bf16 ? 2 : 4);
+}
+
+INLINE vf load_as(const void *p, int64_t index, int bf16) {
+    return bf16 ? load_bf16((const uint16_t *)p + index) : load((const float *)p + index);
+}
+
+INLINE void store_as(void *p, int64_t index, vf x, int bf16) {
+    if (bf16)
+        store_bf16((uint16_t *)p + index, x);
+    else
+        store((float *)p + index, x);
+}
+
+INLINE vf choose(vi mask, vf yes, vf no) {
+    return (vf)(((vi)yes & mask) | ((vi)no & ~mask));
+}
+
+INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
+
+INLINE float sum_of(vf x) {
+    float total[8];
+    for (int i = 0; i < 8; i++) total[i] = x[i] + x[i + 8];
+    return ((total[0] + total[4]) + (total[2] + total[6])) +
+           ((total[1] + total[5]) + (total[3] + total[7]));
+}
+
+INLINE float max_of(vf x) {
+    float best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+/* 2^x to 1e-7; 0 below -126, so for minus infinity too; NaN stays NaN. */
+INLINE vf exp2_of(vf x) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf bounded = choose(x > 127.0f, splat(127.0f), x);
+    vf shifted = bounded + magic;
+    vf f = bounded - (shifted - magic);
+    vf p = splat(1.5252734e-5f);
+    p = p * f + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    /* The integer sits in the low bits of `shifted` and goes to the exponent of p in [0.7, 1.5]. */
+    vf scaled = (vf)((vi)p + ((vi)shifted << 23));
+    return choose(x != x, x, choose(x < -126.0f, (vf){}, scaled));
+}
+
+INLINE vf silu_of(vf x) { return x / (1.0f + exp2_of(x * -1.44269504f)); }
+
+INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (1.0f + exp2_of(x * 2.88539008f)); }

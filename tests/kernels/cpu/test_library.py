@@ -1,0 +1,106 @@
+"""The library is compiled once, again when damaged, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cb_kernels.cpu import build, library
+from cb_kernels.cpu.kernels import Kernels
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from cb_kernels.cpu import build
+print(build.built_library(Path(sys.argv[1])))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_choice() -> Iterator[None]:
+    library.kernels.cache_clear()
+    yield
+    library.kernels.cache_clear()
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    try:
+        build.find_compiler()
+    except build.BuildError:
+        pytest.skip("no C compiler on this machine")
+    return tmp_path
+
+
+def test_a_library_is_compiled_once_and_again_when_damaged(folder: Path) -> None:
+    path = build.built_library(folder)
+    made = path.stat().st_mtime_ns
+    assert build.built_library(folder) == path
+    assert path.stat().st_mtime_ns == made
+    path.write_bytes(path.read_bytes()[:5000])
+    assert not build.is_whole(path)
+    assert build.built_library(folder) == path
+    assert build.is_whole(path)
+
+
+def test_two_processes_compile_at_once(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(build.SOURCES.parents[1])}
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    paths = {process.communicate()[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(paths) == 1
+    assert build.is_whole(Path(paths.pop()))
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_without_a_compiler_torch_is_used_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert library.kernels() is None
+    assert "torch, since there is no C compiler (no-such-compiler)" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(build, "UNIT", "no-such-file.c")
+    assert library.kernels() is None
+    assert "no-such-file.c" in caplog.text
+
+
+def test_the_switch_leaves_everything_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert library.kernels() is None
+    assert f"{library.SWITCH}=0" in caplog.text
+
+
+def test_a_library_that_differs_from_torch_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, weight, eps: x)
+    assert library.kernels() is None
+    assert "fail their test: rms_norm" in caplog.text
+
+
+def test_a_cache_folder_that_others_may_write_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "cb_kernels"
+    (tmp_path / "cb_kernels").chmod(0o777)
+    assert build.cache_folder().parent != tmp_path

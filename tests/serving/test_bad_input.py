@@ -69,7 +69,7 @@ async def refused(http: httpx.AsyncClient, path: str, body: Any, status: int = 4
         ("stream_options", {"include_usage": True}, "stream"),
         ("stream_options", {"include_usage": "yes"}, "'yes'"),
         ("stream_options", {"more": 1}, "more"),
-        ("n", 2, "2"),
+        ("n", 17, "at most 16"),
         ("n", 0, "0"),
         ("n", True, "True"),
         ("logprobs", True, "not supported"),

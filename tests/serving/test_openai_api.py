@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -22,9 +22,15 @@ from cb_backend.errors import (
     RequestFailedError,
 )
 from cb_backend.serving.async_engine import AsyncEngine
-from cb_backend.serving.engine_client import EngineHealth, GenerateRequest, LocalClient
-from cb_backend.serving.openai_api import OpenAIRoutes
+from cb_backend.serving.engine_client import (
+    EngineClient,
+    EngineHealth,
+    GenerateRequest,
+    LocalClient,
+)
+from cb_backend.serving.gateway import Gateway
 from cb_backend.serving.text_codec import TextCodec
+from cb_backend.serving.token_stream import TokenStream
 from tests.fakes import make_model_info
 from tests.serving.conftest import (
     CONTEXT,
@@ -35,6 +41,7 @@ from tests.serving.conftest import (
     completion,
     gateway,
     sse_objects,
+    until,
     until_idle,
 )
 
@@ -124,9 +131,10 @@ async def test_usage_comes_in_a_last_chunk_without_choices_and_only_when_asked_f
     ]
     if has_usage:
         assert events[-1]["choices"] == []
-        assert events[-1]["usage"] == (await whole(http, path, body))["usage"] | {
-            "prompt_tokens_details": events[-1]["usage"]["prompt_tokens_details"]
-        }
+        again = (await whole(http, path, body))["usage"]
+        assert events[-1]["usage"].keys() == again.keys()
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert events[-1]["usage"][count] == again[count]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -197,8 +205,10 @@ async def test_a_stop_string_ends_the_request_in_the_engine(
     script.say("the quick brown fox " * 20)
     gate = Gate()
     script.before_step = lambda plan: gate(plan) if engine.stats().generated_tokens >= 9 else None
-    answer = await whole(http, CHAT, chat(stop=" quick"))
+    asked = asyncio.create_task(whole(http, CHAT, chat(stop=" quick")))
+    await until(lambda: script.aborted == 1)
     gate.open()
+    answer = await asked
     used = answer["usage"]["completion_tokens"]
     assert script.tokenizer.decode(script.token_ids[:used]).endswith(" quick")
     await until_idle(engine)
@@ -340,8 +350,22 @@ async def test_an_unknown_route_and_a_wrong_method_answer_in_openais_form(
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-class FixedEngine:
+class FixedStream(TokenStream):
     """Brings `events`, one by one, and then raises `error` if there is one."""
+
+    def __init__(self, events: Sequence[TokenEvent], error: Exception | None) -> None:
+        super().__init__(on_drop=lambda: None)
+        self._left = list(events)
+        self._error = error
+
+    async def __anext__(self) -> TokenEvent:
+        if self._left:
+            return self._left.pop(0)
+        raise self._error or StopAsyncIteration
+
+
+class FixedEngine(EngineClient):
+    """Answers each request with a FixedStream."""
 
     def __init__(self, events: Sequence[TokenEvent], error: Exception | None = None) -> None:
         self._events = events
@@ -353,11 +377,8 @@ class FixedEngine:
     async def health(self) -> EngineHealth:
         return EngineHealth(True, True, "ready")
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        for event in self._events:
-            yield event
-        if self._error is not None:
-            raise self._error
+    async def open(self, request: GenerateRequest) -> list[TokenStream]:
+        return [FixedStream(self._events, self._error)]
 
     async def close(self) -> None:
         pass
@@ -413,7 +434,7 @@ async def test_an_error_inside_a_stream_is_one_event_and_the_end(
 
 
 async def test_a_gateway_without_a_model_yet_answers_503() -> None:
-    transport = httpx.ASGITransport(OpenAIRoutes().application())
+    transport = httpx.ASGITransport(Gateway(admin_key=None).application())
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         response = await http.get("/v1/models")
     assert response.status_code == 503

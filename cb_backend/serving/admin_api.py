@@ -55,8 +55,9 @@ class AdminRoutes:
                 " set and send `Authorization: Bearer <key>`"
             )
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # A header is bytes, which Starlette reads as Latin-1; a terminal's are UTF-8.
         # In constant time: how long a comparison takes must not tell how much was right.
-        same = hmac.compare_digest(given.strip().encode(), self._admin_key.encode())
+        same = hmac.compare_digest(given.strip().encode("latin-1"), self._admin_key.encode())
         if scheme.lower() != "bearer" or not same:
             raise AdminKeyError("this route needs the admin key: `Authorization: Bearer <key>`")
 

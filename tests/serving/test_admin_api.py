@@ -122,7 +122,11 @@ async def test_each_request_is_told_where_it_stands(
     script.say("the quick brown fox " * 20)
     # Calls are answered between two steps, of which there are few enough to be slow.
     slow = threading.Event()
-    script.before_step = lambda plan: None if slow.wait(0.01) else None
+
+    def before_step(plan: object) -> None:
+        slow.wait(0.01)
+
+    script.before_step = before_step
     clients = []
     for label, fields in (("mine", {"n": 2}), ("yours", {"priority": 3})):
         headers = {"x-request-id": label, "x-tenant": f"team-{label}"}

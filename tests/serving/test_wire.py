@@ -23,9 +23,9 @@ EVENTS = [
         finish_reason=FinishReason.STOP,
         cost=RequestCost(0.25, 1.5, 2),
     ),
-    TokenEvent("2", (9,), step=7, time=1.25, finish_reason=FinishReason.LENGTH),
+    TokenEvent("3", (9,), step=7, time=1.25, finish_reason=FinishReason.LENGTH),
     TokenEvent(
-        "3",
+        "4",
         (),
         step=7,
         time=1.25,

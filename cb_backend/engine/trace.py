@@ -7,6 +7,7 @@ preemption, appears as two slices.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,14 @@ class _Slice:
     ended: float
     num_steps: int = 0
     num_tokens: int = 0
+
+
+def trace_json(records: Sequence[StepRecord]) -> bytes:
+    """`chrome_trace` as a file. Event by event: one call of json.dumps for all of them would keep
+    the interpreter's lock, and so the engine thread, for tens of milliseconds."""
+    trace = chrome_trace(records)
+    events = ",\n".join(json.dumps(event) for event in trace["traceEvents"])
+    return f'{{"displayTimeUnit":"ms","traceEvents":[{events}]}}'.encode("ascii")
 
 
 def chrome_trace(records: Sequence[StepRecord]) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING
 
 from cb_backend.core.explain import RequestView
 from cb_backend.engine import controls
-from cb_backend.engine.trace import chrome_trace
+from cb_backend.engine.trace import trace_json
 from cb_backend.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -20,9 +19,8 @@ async def live_requests(engine: AsyncEngine) -> list[RequestView]:
 
 
 async def trace(engine: AsyncEngine) -> bytes:
-    log = engine.step_log()
     # Thousands of steps: not on the loop, which is every stream's.
-    return await asyncio.to_thread(lambda: json.dumps(chrome_trace(log)).encode("ascii"))
+    return await asyncio.to_thread(trace_json, engine.step_log())
 
 
 async def use_policy(engine: AsyncEngine, name: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -133,6 +134,17 @@ async def test_beyond_the_last_place_a_client_is_told_when_to_come_back(
         ) as client:
             with pytest.raises(openai.RateLimitError, match="try again later"):
                 await client.completions.create(model=MODEL, prompt="hi")
+
+
+def test_a_hundred_and_fifty_requests_at_once_are_all_answered(server: ServingProcess) -> None:
+    def ask(number: int) -> httpx.Response:
+        return server.http.post(COMPLETIONS, json=CANARY | {"stream": number % 2 == 0})
+
+    with ThreadPoolExecutor(150) as pool:
+        answers = list(pool.map(ask, range(150)))
+    assert {answer.status_code for answer in answers} == {200, 429}
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert all("retry-after" in answer.headers for answer in refused)
 
 
 @pytest.mark.anyio

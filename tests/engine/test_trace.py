@@ -6,7 +6,7 @@ from typing import Any
 
 from cb_backend.core.step_io import CopyKind
 from cb_backend.engine.stats import StepRecord
-from cb_backend.engine.trace import chrome_trace
+from cb_backend.engine.trace import chrome_trace, trace_json
 
 
 def record(step: int, *rows: tuple[str, int], **fields: Any) -> StepRecord:
@@ -86,3 +86,9 @@ def test_every_track_has_a_name_even_with_no_steps() -> None:
     assert len(events_of([], "M")) == 2
     names = events_of([record(1, ("a", 1), ("b", 1))], "M")
     assert [event["args"]["name"] for event in names] == ["engine", "steps", "seat 1", "seat 2"]
+
+
+def test_the_file_is_the_same_as_json() -> None:
+    records = [record(1, ("a", 8), num_copies={CopyKind.IN: 1}), record(2, ("a", 1), ("b", 3))]
+    assert json.loads(trace_json(records)) == chrome_trace(records)
+    assert json.loads(trace_json([])) == chrome_trace([])

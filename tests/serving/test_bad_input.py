@@ -74,6 +74,7 @@ async def refused(http: httpx.AsyncClient, path: str, body: Any, status: int = 4
         ("deadline_s", -1.5, "-1.5"),
         ("deadline_s", 86_401, "at most 86400"),
         ("deadline_s", "5", "'5'"),
+        ("deadline_s", 10**400, "deadline_s"),
         ("pin_prefix_s", 0, "above 0"),
         ("pin_prefix_s", 86_401, "at most 86400"),
         ("pin_prefix_s", True, "True"),

@@ -23,6 +23,7 @@ from tests.serving.conftest import (
     chat,
     completion,
     gateway,
+    running_engine,
     served,
     sse_objects,
     until,
@@ -176,6 +177,23 @@ async def test_the_cost_of_a_choice_that_is_ended_early_is_known(
 async def test_generate_is_for_one_choice(client: EngineClient, script: Script) -> None:
     with pytest.raises(InvalidRequestError, match="n is 2"):
         await anext(client.generate(request_for(script, n=2)))
+
+
+async def test_choices_of_which_some_are_refused_are_refused_together(
+    codec: TextCodec, script: Script
+) -> None:
+    script.before_step = gate = Gate()
+    with running_engine(script, max_num_seqs=1, max_num_waiting=1) as engine:
+        transport = httpx.ASGITransport(gateway(LocalClient(engine), codec))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            running = asyncio.create_task(answer(http, CHAT, chat()))
+            await until(gate.reached.is_set)
+            refused = asyncio.create_task(http.post(CHAT, json=chat(n=3)))
+            await until(lambda: engine.num_live == 4)
+            gate.open()
+            assert (await refused).status_code == 429
+            await running
+        await until_idle(engine)
 
 
 @pytest.mark.parametrize("n", [0, 17, 10**9])

@@ -18,7 +18,7 @@ from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.engine.output_queue import Receiver
 from cb_backend.engine.stats import EngineStats, StepRecord
-from cb_backend.errors import CBError, EngineUnavailableError
+from cb_backend.errors import EngineUnavailableError
 from cb_backend.serving.checked_request import checked_requests
 from cb_backend.serving.engine_client import GenerateRequest, check_one_choice
 from cb_backend.serving.token_stream import LoopReceiver, TokenStream
@@ -68,21 +68,14 @@ class AsyncEngine:
         Raises InvalidRequestError or EngineUnavailableError; then nothing has been queued. An
         overloaded engine refuses with a request's first event, which is then an error.
         """
-        choices = checked_requests(
+        first, *forks = checked_requests(
             request,
             self.model_info(),
             now=time.monotonic(),
             prefix_caching=self.config.enable_prefix_caching,
         )
-        request_ids = [choice.request_id for choice in choices]
-        try:
-            for choice in choices:
-                self._thread.submit(choice, receiver)
-        except CBError:  # as when a drain begins just now
-            for request_id in request_ids:
-                self.abort(request_id)
-            raise
-        return request_ids
+        self._thread.submit(first, receiver, forks)
+        return [choice.request_id for choice in (first, *forks)]
 
     def open(self, request: GenerateRequest) -> list[TokenStream]:
         """Submit, and return the stream of each choice, to be read on the running loop.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from cb_backend.errors import ConfigError
@@ -51,10 +51,12 @@ class EngineConfig:
     step_timeout_s: float = 120.0  # a step that runs longer is a hang: the engine is dead
     drain_timeout_s: float = 30.0  # what running requests get to finish in at shutdown
     check_invariants: bool = False  # after every step instead of when idle
+    # Opens the gateway's admin routes to whoever has it; None: they are closed. Never shown.
+    admin_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("model must name a model, got an empty string", field="model")
+        for name in ("model", "admin_key"):
+            _check_not_empty(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
         for name, low in _INTEGERS.items():
@@ -104,6 +106,11 @@ _POSITIVE = (
     "step_timeout_s",
     "drain_timeout_s",
 )
+
+
+def _check_not_empty(name: str, value: str | None) -> None:
+    if value == "":
+        raise ConfigError(f"{name} must not be an empty string", field=name)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ table at each cap and just past it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from cb_backend.errors import InvalidRequestError
@@ -55,11 +56,27 @@ MIN_P = Limit("min_p", 0.0, 1.0)
 SEED = Limit("seed", -(2**63), INT64_MAX, integer=True)
 MAX_TOKENS = Limit("max_tokens", 1, 2**31 - 1, integer=True)
 PRIORITY = Limit("priority", -(2**31), 2**31 - 1, integer=True)
+NUM_CHOICES = Limit("n", 1, 16, integer=True)
+DEADLINE_S = Limit("deadline_s", 0.0, 86_400.0, above=True)
+PIN_PREFIX_S = Limit("pin_prefix_s", 0.0, 86_400.0, above=True)
 
-NUMERIC_LIMITS: tuple[Limit, ...] = (TEMPERATURE, TOP_P, TOP_K, MIN_P, SEED, MAX_TOKENS, PRIORITY)
+NUMERIC_LIMITS: tuple[Limit, ...] = (
+    TEMPERATURE,
+    TOP_P,
+    TOP_K,
+    MIN_P,
+    SEED,
+    MAX_TOKENS,
+    PRIORITY,
+    NUM_CHOICES,
+    DEADLINE_S,
+    PIN_PREFIX_S,
+)
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_CHARS = 256
+MAX_TENANT_CHARS = 64
+MAX_LABEL_CHARS = 128
 
 # The HTTP edge.
 MAX_BODY_BYTES = 8 * 2**20
@@ -76,6 +93,19 @@ def check_at_most(field: str, count: int, limit: int, unit: str) -> None:
         raise InvalidRequestError(
             f"{field} may have at most {limit} {unit}, got {count}", field=field
         )
+
+
+def check_name(field: str, name: str, max_chars: int) -> None:
+    """Raise InvalidRequestError unless `name` is short and of characters without a meaning in
+    URLs, settings and cache salts. Empty is no name, and allowed."""
+    check_at_most(field, len(name), max_chars, "characters")
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{field} may have letters, digits and ._:@+- only, got {_short(name)}", field=field
+        )
+
+
+_NAME = re.compile(r"[A-Za-z0-9._:@+-]*")
 
 
 def _number(value: float) -> str:

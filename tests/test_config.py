@@ -12,6 +12,7 @@ from cb_backend.errors import ConfigError
     ("field", "value"),
     [
         ("model", ""),
+        ("admin_key", ""),
         ("dtype", "int3"),
         ("implementation", "magic"),
         ("max_num_seqs", 0),
@@ -47,3 +48,7 @@ def test_a_config_cannot_be_changed() -> None:
     config = EngineConfig(model="m")
     with pytest.raises(FrozenInstanceError):
         config.max_num_seqs = 3  # type: ignore[misc]
+
+
+def test_the_admin_key_is_never_shown() -> None:
+    assert "s3cret" not in repr(EngineConfig(model="m", admin_key="s3cret"))

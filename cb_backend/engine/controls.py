@@ -9,6 +9,7 @@ from cb_backend.core.explain import RequestView, explain
 from cb_backend.core.policies import policy_of
 from cb_backend.core.pool_resize import MemoryPolicy, resize_pool
 from cb_backend.engine.engine import Engine
+from cb_backend.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,10 @@ def explain_requests(engine: Engine) -> list[RequestView]:
 
 
 def resize_kv_pool(engine: Engine, num_blocks: int) -> None:
-    """Grow or shrink the pool. Raises InvalidRequestError below what one request may need."""
+    """Grow or shrink the pool. Raises InvalidRequestError below what one request may need, and
+    above what the device has memory for."""
     engine.assert_thread()
+    _check_memory(engine, num_blocks)
     engine.executor.resize(resize_pool(engine.scheduler, num_blocks, fewest=_fewest(engine)))
     logger.info("the KV pool now has %d blocks", num_blocks)
 
@@ -48,6 +51,18 @@ def mind_neighbours(engine: Engine) -> None:
     wanted = policy.choose(num_blocks, engine.executor.free_bytes())
     if wanted != num_blocks:
         resize_kv_pool(engine, wanted)
+
+
+def _check_memory(engine: Engine, num_blocks: int) -> None:
+    """Asked first: an executor that runs out of memory half-way is beyond use."""
+    growth = num_blocks - engine.scheduler.blocks.pool.num_blocks
+    wanted = growth * engine.executor.model_info.bytes_per_block
+    if growth > 0 and wanted > (free := engine.executor.free_bytes()):
+        raise InvalidRequestError(
+            f"num_kv_blocks of {num_blocks} are {growth} more than now and need"
+            f" {wanted / 2**30:.2f} GiB; the device has {free / 2**30:.2f} GiB free",
+            field="num_kv_blocks",
+        )
 
 
 def _fewest(engine: Engine) -> int:

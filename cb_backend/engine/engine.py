@@ -65,7 +65,7 @@ class Engine:
             return self._record(
                 [_refused(request, error.info(), self.recorder.steps, self.clock())]
             )
-        self.recorder.prompt_tokens += request.num_prompt_tokens
+        self.recorder.record_arrival(request)
         return []
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -111,6 +111,7 @@ class Engine:
             prompt_tokens=recorder.prompt_tokens,
             generated_tokens=recorder.generated_tokens,
             finished=dict(recorder.finished),
+            tenants=dict(recorder.tenants),
         )
 
     def _execute(self, plan: StepPlan) -> StepResult | ErrorInfo:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -66,12 +66,14 @@ class EngineThread:
             raise self.life.refusal()
         return self._engine
 
-    def submit(self, request: Request, receiver: Receiver) -> None:
-        """Raises EngineUnavailableError unless the engine is ready."""
+    def submit(self, request: Request, receiver: Receiver, forks: Sequence[Request] = ()) -> None:
+        """Raises EngineUnavailableError unless the engine is ready; then nothing is queued."""
         if self.life.status is not EngineStatus.READY:
             raise self.life.refusal()
-        self.output_queue.register(request.request_id, receiver)
-        self._inbox.put(Submit(request))
+        requests = (request, *forks)
+        for one in requests:
+            self.output_queue.register(one.request_id, receiver)
+        self._inbox.put(Submit(requests))
 
     def abort(self, request_id: str) -> None:
         """The request's blocks are free before the next step. An unknown id is no error."""
@@ -137,8 +139,9 @@ class EngineThread:
         while (message := self._inbox.take(wait=wait)) is not None:
             wait = False
             match message:
-                case Submit(request):
-                    self._publish(engine, engine.add(request))
+                case Submit(requests):
+                    for request in requests:
+                        self._publish(engine, engine.add(request))
                 case Abort(request_id):
                     self._publish(engine, engine.abort(request_id))
                 case Call():

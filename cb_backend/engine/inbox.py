@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    request: Request
+    requests: tuple[Request, ...]  # queued one after the other, with no step between
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cb_backend.core.request import FinishReason
+from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
-from cb_backend.core.step_io import StepPlan, TokenEvent
+from cb_backend.core.step_io import CopyKind, StepPlan, TokenEvent
 
 STEP_LOG_LENGTH = 4096
+MOST_TENANTS = 256  # that are counted by name
+OTHER_TENANTS = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,31 @@ class StepRecord:
     rows: tuple[tuple[str, int], ...]  # (request_id, num_scheduled_tokens), oldest request first
     num_running: int
     num_waiting: int
+    blocks_in_use: int
+    num_preemptions: int
+    num_copies: dict[CopyKind, int]  # of blocks; a kind that did not happen is left out
 
     @property
     def num_tokens(self) -> int:
         return sum(num_tokens for _, num_tokens in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What the requests of a tenant took, those that have ended."""
+
+    device_seconds: float = 0.0
+    kv_block_seconds: float = 0.0
+    tokens_saved: int = 0  # prompt tokens that the prefix cache, or another choice, had computed
+    generated_tokens: int = 0
+
+    def with_request(self, request: Request) -> TenantUsage:
+        return TenantUsage(
+            self.device_seconds + request.device_seconds,
+            self.kv_block_seconds + request.block_seconds,
+            self.tokens_saved + request.num_cached_tokens,
+            self.generated_tokens + request.num_output_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,7 @@ class EngineStats:
     prompt_tokens: int = 0  # of all requests that were taken in
     generated_tokens: int = 0
     finished: dict[FinishReason, int] = field(default_factory=dict)
+    tenants: dict[str, TenantUsage] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -60,7 +84,14 @@ class StatsRecorder:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
+    tenants: dict[str, TenantUsage] = field(default_factory=dict)
     step_log: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEP_LOG_LENGTH))
+    _live: dict[str, Request] = field(default_factory=dict)
+    _preemptions_before: int = 0  # the step that is recorded next
+
+    def record_arrival(self, request: Request) -> None:
+        self.prompt_tokens += request.num_prompt_tokens
+        self._live[request.request_id] = request
 
     def record_step(
         self, plan: StepPlan, started: float, ended: float, scheduler: Scheduler, *, failed: bool
@@ -68,6 +99,7 @@ class StatsRecorder:
         self.steps += 1
         self.failed_steps += failed
         self.computed_tokens += plan.num_tokens
+        preemptions = scheduler.planner.num_preemptions
         self.step_log.append(
             StepRecord(
                 step=plan.step,
@@ -76,11 +108,25 @@ class StatsRecorder:
                 rows=tuple((row.request_id, row.num_scheduled_tokens) for row in plan.rows),
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
+                blocks_in_use=scheduler.blocks.pool.num_in_use,
+                num_preemptions=preemptions - self._preemptions_before,
+                num_copies=dict(Counter(copy.kind for copy in plan.copies)),
             )
         )
+        self._preemptions_before = preemptions
 
     def record_events(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             self.generated_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 self.finished[event.finish_reason] += 1
+                # One that was refused has never arrived.
+                if (request := self._live.pop(event.request_id, None)) is not None:
+                    self._charge(request)
+
+    def _charge(self, request: Request) -> None:
+        tenant = request.tenant
+        if tenant not in self.tenants and len(self.tenants) >= MOST_TENANTS:
+            tenant = OTHER_TENANTS
+        usage = self.tenants.get(tenant, TenantUsage())
+        self.tenants[tenant] = usage.with_request(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from cb_backend.errors import (
     CBError,
+    DeadlineError,
     EngineUnavailableError,
     InvalidRequestError,
     OverloadedError,
@@ -29,15 +31,33 @@ class ModelNotFoundError(InvalidRequestError):
     code = "model_not_found"
 
 
+class RequestNotFoundError(InvalidRequestError):
+    code = "request_not_found"
+
+
+class AdminKeyError(InvalidRequestError):
+    code = "invalid_admin_key"
+
+
+class AdminDisabledError(InvalidRequestError):
+    code = "admin_disabled"
+
+
 def status_of(error: CBError) -> int:
     match error:
-        case ModelNotFoundError():
+        case AdminKeyError():
+            return 401
+        case AdminDisabledError():
+            return 403
+        case ModelNotFoundError() | RequestNotFoundError():
             return 404
         case BodyTooLargeError():
             return 413
         case InvalidRequestError():
             return 400
-        case OverloadedError():
+        # A deadline is out of reach because of what is ahead: less load or more time, and it is
+        # served. 504 would say that the time has passed, and that computing it was tried.
+        case OverloadedError() | DeadlineError():
             return 429
         case EngineUnavailableError():
             return 503
@@ -51,7 +71,13 @@ def error_body(error: CBError) -> dict[str, Any]:
 
 def error_response(error: CBError) -> JSONResponse:
     status = status_of(error)
-    headers = {"retry-after": _RETRY_AFTER_S[status]} if status in _RETRY_AFTER_S else None
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    elif status in _RETRY_AFTER_S:
+        headers["retry-after"] = _RETRY_AFTER_S[status]
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status, headers)
 
 

@@ -7,23 +7,20 @@ loop, any number of them.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
-from cb_backend import limits
 from cb_backend.config import EngineConfig
-from cb_backend.core.request import Request
 from cb_backend.core.step_io import ModelInfo, TokenEvent
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.engine.output_queue import Receiver
 from cb_backend.engine.stats import EngineStats, StepRecord
-from cb_backend.errors import EngineUnavailableError, InvalidRequestError, PromptTooLongError
-from cb_backend.serving.engine_client import GenerateRequest
+from cb_backend.errors import EngineUnavailableError
+from cb_backend.serving.checked_request import checked_requests
+from cb_backend.serving.engine_client import GenerateRequest, check_one_choice
 from cb_backend.serving.token_stream import LoopReceiver, TokenStream
 
 T = TypeVar("T")
@@ -65,43 +62,48 @@ class AsyncEngine:
         """The last steps, oldest first."""
         return list(self._thread.engine.recorder.step_log)
 
-    def submit(self, request: GenerateRequest, receiver: Receiver) -> str:
-        """Check, queue, and return the request id under which `receiver` gets its events.
+    def submit(self, request: GenerateRequest, receiver: Receiver) -> list[str]:
+        """Check, queue, and return the request ids of the choices, whose events go to `receiver`.
 
         Raises InvalidRequestError or EngineUnavailableError; then nothing has been queued. An
-        overloaded engine refuses with the request's first event, which is then an error.
+        overloaded engine refuses with a request's first event, which is then an error.
         """
-        info = self.model_info()
-        built = _build_request(request, info)
-        self._thread.submit(built, receiver)
-        return built.request_id
+        first, *forks = checked_requests(
+            request,
+            self.model_info(),
+            now=time.monotonic(),
+            prefix_caching=self.config.enable_prefix_caching,
+        )
+        self._thread.submit(first, receiver, forks)
+        return [choice.request_id for choice in (first, *forks)]
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        """The request's events, the last with a finish_reason. Leaving early aborts it.
+    def open(self, request: GenerateRequest) -> list[TokenStream]:
+        """Submit, and return the stream of each choice, to be read on the running loop.
+
+        Raises what `submit` raises. Each stream must be read to its end or closed, which aborts.
+        """
+        streams = self._streams_of(asyncio.get_running_loop())
+        request_ids = self.submit(request, streams.receiver)
+        # Nothing can have come yet: events reach this loop through a callback.
+        return [streams.open(request_id, self.abort) for request_id in request_ids]
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The events of a request for one choice. Leaving early aborts it.
 
         Raises what `submit` raises before the first event, RequestFailedError or EngineDeadError
         when the stream ends with an error.
         """
-        streams = self._streams_of(asyncio.get_running_loop())
-        request_id = self.submit(request, streams.receiver)
-        stream = TokenStream(on_drop=lambda: self.abort(request_id))
-        # Nothing can have been put yet: events reach this loop through a callback.
-        streams.by_id[request_id] = stream
+        check_one_choice(request)
+        (stream,) = self.open(request)
         try:
             async for event in stream:
                 yield event
         finally:
-            del streams.by_id[request_id]
             await stream.aclose()
 
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are free before the next step. Unknown ids are ignored."""
         self._thread.abort(request_id)
-
-    def abort_all_of(self, receiver: Receiver) -> None:
-        """End every request whose events go to `receiver`."""
-        for request_id in self._thread.output_queue.request_ids_of(receiver):
-            self.abort(request_id)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """`function(engine)`, run on the engine thread between two steps."""
@@ -127,64 +129,18 @@ class _LoopStreams:
     """The streams that are read on one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.by_id: dict[str, TokenStream] = {}
         self.receiver = LoopReceiver(loop, self._fan_out)
+        self._by_id: dict[str, TokenStream] = {}
+
+    def open(self, request_id: str, abort: Callable[[str], None]) -> TokenStream:
+        """It is known here until its last event has come, read or not."""
+        stream = self._by_id[request_id] = TokenStream(on_drop=lambda: abort(request_id))
+        return stream
 
     def _fan_out(self, events: list[TokenEvent]) -> None:
         for event in events:
-            if (stream := self.by_id.get(event.request_id)) is not None:
-                stream.put(event)
-
-
-def _build_request(request: GenerateRequest, info: ModelInfo) -> Request:
-    params = request.params
-    num_prompt_tokens = len(request.prompt_token_ids)
-    _check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
-    _check_token_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
-    limits.PRIORITY.check(request.priority)
-    limits.check_at_most(
-        "cache_salt", len(request.cache_salt), limits.MAX_CACHE_SALT_CHARS, "characters"
-    )
-    stop_token_ids = frozenset(params.stop_token_ids)
-    return Request(
-        request_id=uuid.uuid4().hex,
-        token_ids=list(request.prompt_token_ids),
-        num_prompt_tokens=num_prompt_tokens,
-        params=params,
-        max_tokens=_resolve_max_tokens(params.max_tokens, num_prompt_tokens, info.max_model_len),
-        stop_token_ids=stop_token_ids.union(() if params.ignore_eos else info.eos_token_ids),
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
-        arrival_time=time.monotonic(),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-    )
-
-
-def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"{field} has the token id {token_id!r:.40}; ids must be integers from 0 to"
-                f" {vocab_size - 1}",
-                field=field,
-            )
-
-
-def _resolve_max_tokens(wanted: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
-    """`wanted`, or what is left of the context. Raises when prompt and output do not fit."""
-    if num_prompt_tokens == 0:
-        raise InvalidRequestError("prompt must have at least 1 token, got 0", field="prompt")
-    left = max_model_len - num_prompt_tokens
-    if left < 1:
-        raise PromptTooLongError(
-            f"prompt has {num_prompt_tokens} tokens, but this model's context of {max_model_len}"
-            f" tokens leaves room for at most {max_model_len - 1}; shorten it",
-            field="prompt",
-        )
-    if wanted is not None and wanted > left:
-        raise PromptTooLongError(
-            f"prompt has {num_prompt_tokens} tokens and max_tokens asks for {wanted} more, but"
-            f" this model's context is {max_model_len} tokens; at most {left} can be asked for",
-            field="max_tokens",
-        )
-    return left if wanted is None else wanted
+            if (stream := self._by_id.get(event.request_id)) is None:
+                continue
+            stream.put(event)
+            if event.finish_reason is not None:
+                del self._by_id[event.request_id]

@@ -6,18 +6,20 @@ Runs on the asyncio loop; tokens come from an EngineClient.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Literal, cast
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from cb_backend.core.request import FinishReason
+from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import ModelInfo, TokenEvent
 from cb_backend.errors import InvalidRequestError, RequestFailedError
 from cb_backend.serving.chat import Message
-from cb_backend.serving.engine_client import EngineClient, GenerateRequest
+from cb_backend.serving.engine_client import EngineClient, GenerateRequest, check_one_choice
+from cb_backend.serving.interleave import interleave
 from cb_backend.serving.stop_strings import StopStrings
 from cb_backend.serving.text_codec import TextCodec
+from cb_backend.serving.token_stream import TokenStream
 
 TextFinish = Literal["stop", "length"]
 
@@ -30,18 +32,19 @@ class TextDelta:
     num_tokens: int  # all output tokens so far
     num_cached_tokens: int  # prompt tokens that the prefix cache saved
     finish_reason: TextFinish | None = None
+    cost: RequestCost | None = None  # with the finish reason
 
 
 class LanguageModel:
     def __init__(self, engine: EngineClient, codec: TextCodec) -> None:
-        self._engine = engine
+        self.engine = engine
         self.codec = codec
         self._info: ModelInfo | None = None
 
     async def info(self) -> ModelInfo:
         """Raises EngineUnavailableError until the engine has loaded the model once."""
         if self._info is None:
-            self._info = await self._engine.model_info()
+            self._info = await self.engine.model_info()
         return self._info
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -76,22 +79,56 @@ class LanguageModel:
         self, request: GenerateRequest, stop: Sequence[str] = ()
     ) -> AsyncGenerator[TextDelta, None]:
         """One delta per delivery of the engine. Closing the generator aborts the request."""
-        if not request.prompt_token_ids:
-            raise InvalidRequestError("prompt is empty: it has no tokens", field="prompt")
-        text = _TextAssembly(self.codec, stop)
-        # A client's generate is an async generator; the protocol can only say iterator.
-        events = cast("AsyncGenerator[TokenEvent, None]", self._engine.generate(request))
-        async with aclosing(events):
-            async for event in events:
-                delta = text.add(event)
+        check_one_choice(request)
+        choices = self.generate_choices([request], stop)
+        async with aclosing(choices):
+            async for _, delta in choices:
                 yield delta
-                if delta.finish_reason is not None:
-                    return
+
+    async def generate_choices(
+        self, requests: Sequence[GenerateRequest], stop: Sequence[str] = ()
+    ) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """The deltas of all choices of all requests, each with its place among them.
+
+        Closing the generator aborts what still runs, and so does the first error.
+        """
+        for request in requests:
+            if not request.prompt_token_ids:
+                raise InvalidRequestError("prompt is empty: it has no tokens", field="prompt")
+        async with AsyncExitStack() as stack:
+            streams: list[TokenStream] = []
+            for request in requests:
+                for stream in await self.engine.open(request):
+                    stack.push_async_callback(stream.aclose)
+                    streams.append(stream)
+            # A generator that was never begun cannot clean up: the stack closes the streams.
+            deltas = interleave([self._deltas(stream, stop) for stream in streams])
+            async with aclosing(deltas):
+                async for item in deltas:
+                    yield item
+
+    async def _deltas(
+        self, stream: TokenStream, stop: Sequence[str]
+    ) -> AsyncGenerator[TextDelta, None]:
+        text = _TextAssembly(self.codec, stop)
+        async for event in stream:
+            delta = text.add(event)
+            if delta.finish_reason is None:
+                yield delta
+                continue
+            cost = event.cost
+            if event.finish_reason is None:  # a stop string, of which the engine knows nothing
+                if delta.text:
+                    yield replace(delta, finish_reason=None)
+                    delta = replace(delta, text="")
+                cost = await stream.end()
+            yield replace(delta, cost=cost)
+            return
         raise RequestFailedError("the engine ended the stream without a finish reason")
 
     async def close(self) -> None:
         """Ends the connection to the engine, and with it what still runs over it."""
-        await self._engine.close()
+        await self.engine.close()
 
 
 class _TextAssembly:

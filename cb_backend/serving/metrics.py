@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import TokenEvent
 from cb_backend.engine.stats import EngineStats
+from cb_backend.serving.tenant_metrics import TenantMetrics
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -74,6 +75,7 @@ class EngineMetrics:
             (counter("cb_steps", "Steps of the engine"), _steps),
             (counter("cb_failed_steps", "Steps that raised"), _failed_steps),
         ]
+        self._tenants = TenantMetrics(registry)
         self._seen = EngineStats()
 
     async def follow(self, engine: HasStats) -> None:
@@ -96,6 +98,7 @@ class EngineMetrics:
             counter.inc(value_of(stats) - value_of(self._seen))
         for reason, count in stats.finished.items():
             self._finished.labels(reason.value).inc(count - self._seen.finished.get(reason, 0))
+        self._tenants.refresh(stats.tenants)
         self._seen = stats
 
 
@@ -120,7 +123,7 @@ class RequestTimer:
                 self._metrics.itl.observe(gap)
         if event.token_ids:
             self._last = event.time
-        if event.finish_reason is not None:
+        if event.finish_reason not in (None, FinishReason.ABORT):
             self._metrics.e2e.observe(event.time - self._submitted)
 
 

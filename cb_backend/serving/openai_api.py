@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,14 +18,12 @@ from starlette.routing import Route
 from cb_backend.core.step_io import ModelInfo
 from cb_backend.errors import EngineNotReadyError, InvalidRequestError
 from cb_backend.serving.api_errors import (
-    EXCEPTION_HANDLERS,
     ModelNotFoundError,
     as_cb_error,
     error_body,
 )
 from cb_backend.serving.client_watch import StreamResponse, run_while_connected
 from cb_backend.serving.engine_client import GenerateRequest
-from cb_backend.serving.interleave import interleave
 from cb_backend.serving.json_body import read_json_object
 from cb_backend.serving.language_model import LanguageModel, TextDelta
 from cb_backend.serving.openai_objects import (
@@ -45,6 +42,7 @@ from cb_backend.serving.protocol import (
     TokenizeBody,
     parse_body,
 )
+from cb_backend.serving.request_headers import label_of, tenant_of
 
 # What arrives from the engine for one of an answer's choices.
 ChoiceDelta = tuple[int, TextDelta]
@@ -57,18 +55,15 @@ class OpenAIRoutes:
         self.model: LanguageModel | None = None
         self._created = int(time.time())
 
-    def application(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/v1/models", self.list_models, methods=["GET"]),
-                Route("/v1/models/{model_id:path}", self.get_model, methods=["GET"]),
-                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/tokenize", self.tokenize, methods=["POST"]),
-                Route("/detokenize", self.detokenize, methods=["POST"]),
-            ],
-            exception_handlers=EXCEPTION_HANDLERS,
-        )
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", self.get_model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
 
     async def list_models(self, request: Request) -> Response:
         info = await self._language_model().info()
@@ -86,7 +81,8 @@ class OpenAIRoutes:
         _check_model(body.model, info)
         try:
             prompts = [await model.encode_chat(body.messages)]
-            return await self._answer(request, body, prompts, ChatFormat(info.model_name))
+            form = ChatFormat(info.model_name, label_of(request))
+            return await self._answer(request, body, prompts, form)
         except InvalidRequestError as error:
             if error.field == "prompt":  # what the engine calls it, and this client does not
                 error.field = "messages"
@@ -106,7 +102,8 @@ class OpenAIRoutes:
                 raise InvalidRequestError(
                     f"prompt[{index}] is empty: it has no tokens", field="prompt"
                 )
-        return await self._answer(request, body, prompts, CompletionFormat(info.model_name))
+        form = CompletionFormat(info.model_name, label_of(request))
+        return await self._answer(request, body, prompts, form)
 
     async def tokenize(self, request: Request) -> Response:
         body = parse_body(TokenizeBody, await read_json_object(request))
@@ -146,22 +143,24 @@ class OpenAIRoutes:
         prompts: Sequence[list[int]],
         form: AnswerFormat,
     ) -> Response:
-        params = body.sampling_params()
-        usage = Usage(prompt_tokens=sum(map(len, prompts)))
-        deltas = interleave(
-            [
-                self._language_model().generate(
-                    GenerateRequest(
-                        prompt_token_ids=prompt,
-                        params=params,
-                        cache_salt=body.cache_salt,
-                        priority=body.priority,
-                    ),
-                    body.stop,
-                )
-                for prompt in prompts
-            ]
-        )
+        params, tenant = body.sampling_params(), tenant_of(request)
+        requests = [
+            GenerateRequest(
+                prompt_token_ids=prompt,
+                params=params,
+                n=body.n,
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+                tenant=tenant,
+                deadline_s=body.deadline_s,
+                pin_prefix_s=body.pin_prefix_s,
+                label=form.id,
+            )
+            for prompt in prompts
+        ]
+        usage = Usage(prompt_tokens=sum(map(len, prompts)), n=body.n)
+        # Choice number c of prompt number p comes as p * n + c.
+        deltas = self._language_model().generate_choices(requests, body.stop)
         if not body.stream:
             choices = await run_while_connected(request.receive, _collect(deltas, usage))
             return JSONResponse(form.whole(choices, usage))
@@ -205,16 +204,16 @@ async def _stream(
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     """Raises what the engine refuses the request with; once begun, tells errors in band."""
-    begun = False
+    begun: set[int] = set()
     async with aclosing(deltas):
         try:
             async for choice, delta in deltas:
                 usage.count(choice, delta)
-                pieces = [] if begun else [sse(chunk) for chunk in form.opening()]
+                pieces = [] if choice in begun else [sse(one) for one in form.opening(choice)]
                 if delta.text or delta.finish_reason is not None:
                     pieces.append(sse(form.chunk(choice, delta.text, delta.finish_reason)))
                 if pieces or not begun:  # a first token lets the headers go, text or not
-                    begun = True
+                    begun.add(choice)
                     yield b"".join(pieces)
         except Exception as error:
             if not begun:

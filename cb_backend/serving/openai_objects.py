@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
+from cb_backend.core.request import RequestCost
 from cb_backend.core.step_io import ModelInfo
 from cb_backend.serving.language_model import TextDelta
 
@@ -25,15 +26,19 @@ def sse(data: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Usage:
-    """Counts over all choices of an answer."""
+    """Counts over all choices of an answer; `n` of them share a prompt."""
 
     prompt_tokens: int
+    n: int = 1
     completion_tokens: dict[int, int] = field(default_factory=dict)  # by choice
     cached_tokens: dict[int, int] = field(default_factory=dict)
+    costs: list[RequestCost] = field(default_factory=list)
 
     def count(self, choice: int, delta: TextDelta) -> None:
         self.completion_tokens[choice] = delta.num_tokens
         self.cached_tokens[choice] = delta.num_cached_tokens
+        if delta.cost is not None:
+            self.costs.append(delta.cost)
 
     def as_object(self) -> dict[str, Any]:
         completion = sum(self.completion_tokens.values())
@@ -41,15 +46,29 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+            "prompt_tokens_details": {
+                # As the prompt counts once, so does what was cached of it.
+                "cached_tokens": sum(
+                    cached for choice, cached in self.cached_tokens.items() if choice % self.n == 0
+                )
+            },
+            "cb_cost": {
+                "device_ms": round(1e3 * sum(cost.device_seconds for cost in self.costs), 3),
+                "kv_block_seconds": round(sum(cost.kv_block_seconds for cost in self.costs), 6),
+                # What choices share of a prompt counts here too.
+                "tokens_saved": sum(self.cached_tokens.values()),
+                "preemptions": sum(cost.num_preemptions for cost in self.costs),
+            },
         }
 
 
 class AnswerFormat(Protocol):
     """How one of the two routes writes an answer."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks that come before any text."""
+    id: str
+
+    def opening(self, choice: int) -> list[dict[str, Any]]:
+        """Chunks that come before any text of the choice."""
         ...
 
     def chunk(self, choice: int, text: str, finish_reason: str | None) -> dict[str, Any]: ...
@@ -62,12 +81,13 @@ class AnswerFormat(Protocol):
 
 
 class ChatFormat:
-    def __init__(self, model: str) -> None:
-        self._head = _head("chatcmpl", model)
+    def __init__(self, model: str, label: str = "") -> None:
+        self.id = _answer_id("chatcmpl", label)
+        self._head = _head(self.id, model)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, choice: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": 0, "delta": delta, "finish_reason": None}])]
+        return [self._chunk([{"index": choice, "delta": delta, "finish_reason": None}])]
 
     def chunk(self, choice: int, text: str, finish_reason: str | None) -> dict[str, Any]:
         delta = {"content": text} if text else {}
@@ -97,10 +117,11 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    def __init__(self, model: str) -> None:
-        self._head = {**_head("cmpl", model), "object": "text_completion"}
+    def __init__(self, model: str, label: str = "") -> None:
+        self.id = _answer_id("cmpl", label)
+        self._head = {**_head(self.id, model), "object": "text_completion"}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, choice: int) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, choice: int, text: str, finish_reason: str | None) -> dict[str, Any]:
@@ -134,5 +155,10 @@ def _completion_choice(index: int, text: str, finish_reason: str | None) -> dict
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _head(prefix: str, model: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
+def _answer_id(prefix: str, label: str) -> str:
+    """A client's own label, or one of ours. The engine's request ids begin with it."""
+    return f"{prefix}-{label or uuid4().hex}"
+
+
+def _head(answer_id: str, model: str) -> dict[str, Any]:
+    return {"id": answer_id, "created": int(time.time()), "model": model}

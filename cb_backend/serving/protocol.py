@@ -31,7 +31,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
@@ -112,8 +111,11 @@ class _GenerationBody(_Body):
     stop: Annotated[list[str], PlainValidator(_stop_list)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    n: int = 1
     cache_salt: str = ""
     priority: int = 0
+    deadline_s: float | None = None
+    pin_prefix_s: float | None = None
 
     # Labels of the client's own. Accepted, unused.
     user: str | None = None
@@ -152,6 +154,7 @@ class _GenerationBody(_Body):
         limits.check_at_most(
             "cache_salt", len(self.cache_salt), limits.MAX_CACHE_SALT_CHARS, "characters"
         )
+        limits.NUM_CHOICES.check(self.n)
 
 
 class ChatCompletionBody(_GenerationBody):
@@ -196,7 +199,29 @@ class DetokenizeBody(_Body):
         pass
 
 
-AnyBody = TypeVar("AnyBody", ChatCompletionBody, CompletionBody, TokenizeBody, DetokenizeBody)
+class PolicyBody(_Strict):
+    policy: str
+
+    def check_together(self) -> None:
+        pass
+
+
+class KVPoolBody(_Strict):
+    num_blocks: int
+
+    def check_together(self) -> None:
+        pass
+
+
+AnyBody = TypeVar(
+    "AnyBody",
+    ChatCompletionBody,
+    CompletionBody,
+    TokenizeBody,
+    DetokenizeBody,
+    PolicyBody,
+    KVPoolBody,
+)
 
 
 def parse_body(model: type[AnyBody], fields: dict[str, Any]) -> AnyBody:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from cb_backend.core.step_io import TokenEvent
 from cb_backend.errors import CBError, EngineNotReadyError, EngineUnavailableError
-from cb_backend.serving import wire
+from cb_backend.serving import engine_controls, wire
 from cb_backend.serving.api_errors import status_of
 from cb_backend.serving.async_engine import AsyncEngine
 from cb_backend.serving.client_watch import StreamResponse
@@ -51,6 +51,10 @@ class RunnerRoutes:
                 Route(wire.EVENTS_PATH, self.events, methods=["GET"]),
                 Route(wire.REQUESTS_PATH, self.submit, methods=["POST"]),
                 Route(wire.ABORT_PATH, self.abort, methods=["POST"]),
+                Route(wire.VIEWS_PATH, self.live_requests, methods=["GET"]),
+                Route(wire.TRACE_PATH, self.trace, methods=["GET"]),
+                Route(wire.POLICY_PATH, self.use_policy, methods=["POST"]),
+                Route(wire.KV_POOL_PATH, self.resize_kv_pool, methods=["POST"]),
             ],
             exception_handlers={CBError: _on_cb_error},
         )
@@ -78,14 +82,32 @@ class RunnerRoutes:
         session = self._sessions.get(submission.session)
         if session is None:
             raise EngineUnavailableError("this session has ended; open another one")
-        request_id = session.submit(submission)
-        return JSONResponse({"request_id": request_id})
+        session.submit(submission)
+        return JSONResponse({})
 
     async def abort(self, request: Request) -> Response:
         data = await _json_of(request)
         session = self._sessions.get(data["session"])
         if session is not None:
             session.abort(data["tag"])
+        return JSONResponse({})
+
+    async def live_requests(self, request: Request) -> Response:
+        views = await engine_controls.live_requests(self._engine())
+        return JSONResponse(wire.encode_views(views))
+
+    async def trace(self, request: Request) -> Response:
+        content = await engine_controls.trace(self._engine())
+        return Response(content, media_type="application/json")
+
+    async def use_policy(self, request: Request) -> Response:
+        data = await _json_of(request)
+        await engine_controls.use_policy(self._engine(), data["policy"])
+        return JSONResponse({})
+
+    async def resize_kv_pool(self, request: Request) -> Response:
+        data = await _json_of(request)
+        await engine_controls.resize_kv_pool(self._engine(), data["num_blocks"])
         return JSONResponse({})
 
     async def _lines(self, engine: AsyncEngine) -> AsyncGenerator[bytes, None]:
@@ -129,20 +151,20 @@ class _Session:
     def is_idle(self) -> bool:
         return not self._tags and not self._unsent
 
-    def submit(self, submission: wire.Submission) -> str:
+    def submit(self, submission: wire.Submission) -> None:
         submitted = time.monotonic()
-        request_id = self._engine.submit(submission.request, self._receiver)
+        request_ids = self._engine.submit(submission.request, self._receiver)
         # Events come to this loop through a callback, so none can be here before the next lines.
-        self._tags[request_id] = submission.tag
-        self._request_ids[submission.tag] = request_id
-        if self._metrics is not None:
-            self._timers[request_id] = RequestTimer(self._metrics, submitted)
-        return request_id
+        for tag, request_id in enumerate(request_ids, submission.tag):
+            self._tags[request_id] = tag
+            self._request_ids[tag] = request_id
+            if self._metrics is not None:
+                self._timers[request_id] = RequestTimer(self._metrics, submitted)
 
     def abort(self, tag: int) -> None:
+        """Its last event still goes out: it tells what the request took."""
         request_id = self._request_ids.get(tag)
         if request_id is not None:
-            self._forget(request_id)
             self._engine.abort(request_id)
 
     def take(self) -> bytes:
@@ -157,17 +179,13 @@ class _Session:
     def _on_step(self, events: list[TokenEvent]) -> None:
         tagged: list[tuple[int, TokenEvent]] = []
         for event in events:
-            tag = self._tags.get(event.request_id)
-            if tag is None:
-                continue  # aborted by the gateway, which reads nothing of it any more
-            tagged.append((tag, event))
+            tagged.append((self._tags[event.request_id], event))
             if (timer := self._timers.get(event.request_id)) is not None:
                 timer.observe(event)
             if event.finish_reason is not None:
                 self._forget(event.request_id)
-        if tagged:
-            self._unsent.append(wire.encode_step(tagged))
-            self.has_unsent.set()
+        self._unsent.append(wire.encode_step(tagged))
+        self.has_unsent.set()
 
     def _forget(self, request_id: str) -> None:
         del self._request_ids[self._tags.pop(request_id)]

@@ -18,6 +18,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError
 from cb_backend.factory import create_engine
 from cb_backend.serving.engine_client import EngineClient, LocalClient
+from cb_backend.serving.gateway import Gateway
 from cb_backend.serving.language_model import LanguageModel
 from cb_backend.serving.metrics import EngineMetrics
 from cb_backend.serving.model_source import (
@@ -26,7 +27,6 @@ from cb_backend.serving.model_source import (
     StoreModel,
     model_source,
 )
-from cb_backend.serving.openai_api import OpenAIRoutes
 from cb_backend.serving.remote_client import RemoteClient
 from cb_backend.serving.runner_app import RunnerRoutes
 from cb_backend.serving.settings import config_from_env
@@ -48,7 +48,7 @@ def _settings() -> tuple[EngineConfig, ModelSource]:
 _CONFIG, _SOURCE = _settings()
 # BentoML takes applications when a class is made, before there is an instance to serve.
 _RUNNER_ROUTES = RunnerRoutes()
-_OPENAI_ROUTES = OpenAIRoutes()
+_GATEWAY = Gateway(admin_key=_CONFIG.admin_key)
 _METRICS = EngineMetrics()
 
 
@@ -101,7 +101,7 @@ class EngineRunner:
 
 
 @bentoml.service(traffic=_TRAFFIC)
-@bentoml.asgi_app(_OPENAI_ROUTES.application())
+@bentoml.asgi_app(_GATEWAY.application())
 class LLMService:
     """OpenAI's routes in front of the runner's engine."""
 
@@ -115,7 +115,7 @@ class LLMService:
 
     def __init__(self) -> None:
         self.engine = engine_client_for(self.runner)
-        _OPENAI_ROUTES.model = LanguageModel(self.engine, _codec())
+        _GATEWAY.serve(LanguageModel(self.engine, _codec()))
 
     async def __is_ready__(self) -> bool:
         return (await self.engine.health()).ready

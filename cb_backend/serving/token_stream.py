@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from cb_backend.core.request import RequestCost
 from cb_backend.core.step_io import TokenEvent
-from cb_backend.errors import error_from_info
+from cb_backend.errors import CBError, error_from_info
 
 
 class LoopReceiver:
@@ -39,7 +40,9 @@ class TokenStream:
     """
 
     def __init__(self, on_drop: Callable[[], None]) -> None:
+        self.on_event: Callable[[TokenEvent], None] | None = None  # told of each as it comes
         self._on_drop = on_drop
+        self._dropped = False
         self._unread: TokenEvent | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._finished = False  # the terminal event has been put
@@ -54,6 +57,10 @@ class TokenStream:
         if self._finished:
             raise AssertionError(f"event after the last one of {event.request_id}")
         self._finished = event.finish_reason is not None
+        if self.on_event is not None:
+            self.on_event(event)
+        if self._closed:
+            return  # nobody reads the end of what its reader has left
         self._unread = event if self._unread is None else _merge(self._unread, event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -83,10 +90,25 @@ class TokenStream:
 
     async def aclose(self) -> None:
         """Leave. Calls `on_drop` when the request has not ended yet; may be called again."""
-        if not self._finished and not self._closed:
-            self._on_drop()
+        self._drop()
         self._closed = True
         self._unread = None
+
+    async def end(self) -> RequestCost | None:
+        """Stop the request and wait until it has: what it took, if it did not fail meanwhile."""
+        self._drop()
+        cost = None
+        try:
+            async for event in self:
+                cost = event.cost
+        except CBError:
+            return None
+        return cost
+
+    def _drop(self) -> None:
+        if not (self._finished or self._closed or self._dropped):
+            self._dropped = True
+            self._on_drop()
 
 
 def _merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:

@@ -8,10 +8,11 @@ request ids and keeps them: the number, or tag, is known before any event can ar
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
-from cb_backend.core.request import FinishReason
+from cb_backend.core.explain import RequestView
+from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import ModelInfo, TokenEvent
 from cb_backend.core.swap_costs import SwapCosts
@@ -23,6 +24,10 @@ HEALTH_PATH = "/internal/health"
 EVENTS_PATH = "/internal/events"
 REQUESTS_PATH = "/internal/requests"
 ABORT_PATH = "/internal/abort"
+VIEWS_PATH = "/internal/views"
+TRACE_PATH = "/internal/trace"
+POLICY_PATH = "/internal/policy"
+KV_POOL_PATH = "/internal/kv_pool"
 
 HEARTBEAT = b"[]\n"
 
@@ -30,30 +35,25 @@ HEARTBEAT = b"[]\n"
 @dataclass(frozen=True, slots=True)
 class Submission:
     session: str
-    tag: int
+    tag: int  # of the first choice; the others have the numbers that follow
     request: GenerateRequest
 
 
 def encode_submission(submission: Submission) -> dict[str, Any]:
     request = submission.request
+    # Field by field: asdict would copy a prompt of any length, token by token.
+    fields_of = {field.name: getattr(request, field.name) for field in fields(request)}
     return {
         "session": submission.session,
         "tag": submission.tag,
-        "prompt_token_ids": request.prompt_token_ids,
-        "params": asdict(request.params),
-        "cache_salt": request.cache_salt,
-        "priority": request.priority,
+        "request": {**fields_of, "params": asdict(request.params)},
     }
 
 
 def decode_submission(data: dict[str, Any]) -> Submission:
-    params = data["params"]
-    request = GenerateRequest(
-        prompt_token_ids=data["prompt_token_ids"],
-        params=SamplingParams(**{**params, "stop_token_ids": tuple(params["stop_token_ids"])}),
-        cache_salt=data["cache_salt"],
-        priority=data["priority"],
-    )
+    params = data["request"]["params"]
+    params = SamplingParams(**{**params, "stop_token_ids": tuple(params["stop_token_ids"])})
+    request = GenerateRequest(**{**data["request"], "params": params})
     return Submission(data["session"], data["tag"], request)
 
 
@@ -96,6 +96,14 @@ def decode_model_info(data: dict[str, Any]) -> ModelInfo:
     )
 
 
+def encode_views(views: list[RequestView]) -> dict[str, Any]:
+    return {"views": [asdict(view) for view in views]}
+
+
+def decode_views(data: dict[str, Any]) -> list[RequestView]:
+    return [RequestView(**view) for view in data["views"]]
+
+
 def encode_health(health: EngineHealth) -> dict[str, Any]:
     return asdict(health)
 
@@ -119,6 +127,7 @@ def _encode_event(tag: int, event: TokenEvent) -> list[Any]:
         row.append(event.num_cached_tokens)
     if event.finish_reason is not None:
         row.append(event.finish_reason)
+        row.append(None if event.cost is None else astuple(event.cost))
     if event.error is not None:
         row.append(encode_error(event.error))
     return row
@@ -132,7 +141,8 @@ def _decode_event(row: list[Any], step: int, time: float) -> TokenEvent:
         time=time,
         num_cached_tokens=row[2] if len(row) > 2 else 0,
         finish_reason=FinishReason(row[3]) if len(row) > 3 else None,
-        error=decode_error(row[4]) if len(row) > 4 else None,
+        cost=RequestCost(*row[4]) if len(row) > 4 and row[4] else None,
+        error=decode_error(row[5]) if len(row) > 5 else None,
     )
 
 

@@ -120,6 +120,8 @@ def test_development_mode_runs_the_engine_in_the_gateways_process(
         assert "[DONE]" in server.http.post(COMPLETIONS, json=request(8)).text
         server.wait_until(lambda: server.metric("cb_generation_tokens_total") == 8)
         assert server.metric("cb_time_to_first_token_seconds_count") == 1
+        several = server.http.post(COMPLETIONS, json=request(8) | {"n": 3, "stream": False})
+        assert [choice["index"] for choice in several.json()["choices"]] == [0, 1, 2]
         with server.http.stream("POST", COMPLETIONS, json=request(60_000)) as response:
             next(response.iter_bytes())
         server.wait_until(server.is_idle)

@@ -254,6 +254,20 @@ def test_requests_of_a_receiver_that_is_gone_are_aborted(start: Start) -> None:
     assert len(executor.plans) == 1
 
 
+def test_forks_are_queued_with_their_parent_and_no_step_between(start: Start) -> None:
+    executor = ShadowExecutor()
+    thread = ready(start(executor))
+    receiver = RecordingReceiver()
+    forks = [make_request(f"p.{n}", [1, 2, 3], max_tokens=4, fork_of="p") for n in range(3)]
+    thread.submit(make_request("p", [1, 2, 3], max_tokens=4), receiver, forks)
+    for request_id in ("p", "p.0", "p.1", "p.2"):
+        receiver.wait_for_end(request_id)
+        assert receiver.tokens_of(request_id) == solo_output([1, 2, 3], 4)
+    first, second, *_ = executor.plans
+    assert [row.request_id for row in first.rows] == ["p"]
+    assert len(second.rows) == 4
+
+
 def test_a_call_runs_on_the_engine_thread_between_two_steps(start: Start) -> None:
     gate = Gate()
     thread, receiver = ready(start(ShadowExecutor(before_step=gate))), RecordingReceiver()

@@ -28,8 +28,8 @@ from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.serving.async_engine import AsyncEngine
 from cb_backend.serving.engine_client import EngineClient, LocalClient
+from cb_backend.serving.gateway import Gateway
 from cb_backend.serving.language_model import LanguageModel
-from cb_backend.serving.openai_api import OpenAIRoutes
 from cb_backend.serving.text_codec import TextCodec
 from tests.engine.test_engine_thread import eventually
 from tests.fakes import ShadowExecutor, make_model_info
@@ -229,10 +229,10 @@ def engine(script: Script) -> Iterator[WatchedEngine]:
         yield engine
 
 
-def gateway(client: EngineClient, codec: TextCodec) -> Starlette:
-    routes = OpenAIRoutes()
-    routes.model = LanguageModel(client, codec)
-    return routes.application()
+def gateway(client: EngineClient, codec: TextCodec, *, admin_key: str | None = None) -> Starlette:
+    gateway = Gateway(admin_key=admin_key)
+    gateway.serve(LanguageModel(client, codec))
+    return gateway.application()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from cb_backend.errors import (
 from cb_backend.serving.async_engine import AsyncEngine
 from cb_backend.serving.engine_client import GenerateRequest
 from tests.engine.test_engine_thread import Gate, eventually
-from tests.fakes import VOCAB_SIZE, RecordingReceiver, ShadowExecutor, make_model_info, solo_output
+from tests.fakes import VOCAB_SIZE, ShadowExecutor, make_model_info, solo_output
 
 pytestmark = pytest.mark.anyio
 
@@ -209,23 +209,6 @@ async def test_readers_on_several_loops_get_their_own_tokens(engine: AsyncEngine
 
     answers = await asyncio.gather(*(asyncio.to_thread(asyncio.run, read()) for _ in range(3)))
     assert answers == [[solo_output([n], 8) for n in range(10)]] * 3
-
-
-async def test_all_requests_of_a_receiver_can_be_ended_together() -> None:
-    gate = Gate()
-    engine = start_engine(ShadowExecutor(before_step=gate))
-    mine, other = RecordingReceiver(), RecordingReceiver()
-    ended = [engine.submit(greedy([1], 100), mine) for _ in range(3)]
-    kept = engine.submit(greedy([1], 4), other)
-    await asyncio.to_thread(gate.reached.wait, 10.0)
-    engine.abort_all_of(mine)
-    gate.open()
-    for request_id in ended:
-        end = await asyncio.to_thread(mine.wait_for_end, request_id)
-        assert end.finish_reason is FinishReason.ABORT
-    await asyncio.to_thread(other.wait_for_end, kept)
-    assert other.tokens_of(kept) == solo_output([1], 4)
-    await asyncio.to_thread(engine.close)
 
 
 async def test_unseeded_requests_draw_different_seeds_and_seeded_ones_keep_theirs() -> None:

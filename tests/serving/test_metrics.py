@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import TokenEvent
-from cb_backend.engine.stats import EngineStats
+from cb_backend.engine.stats import EngineStats, TenantUsage
 from cb_backend.serving.metrics import EngineMetrics, RequestTimer
 
 
@@ -92,3 +92,30 @@ def test_latencies_come_from_the_times_of_the_steps(
     ):
         assert registry.get_sample_value(f"{name}_count") == count
         assert registry.get_sample_value(f"{name}_sum") == pytest.approx(total)
+
+
+def test_an_abort_is_no_duration(metrics: EngineMetrics, registry: CollectorRegistry) -> None:
+    timer = RequestTimer(metrics, 100.0)
+    timer.observe(TokenEvent("r", (), step=1, time=100.5, finish_reason=FinishReason.ABORT))
+    assert registry.get_sample_value("cb_request_duration_seconds_count") == 0
+
+
+def test_each_tenants_usage_is_copied_once_and_grows(
+    metrics: EngineMetrics, registry: CollectorRegistry
+) -> None:
+    usage = TenantUsage(0.5, 12.0, 7, 40)
+    for stats in (
+        dataclasses.replace(STATS, tenants={"a": usage}),
+        dataclasses.replace(STATS, tenants={"a": usage}),
+        dataclasses.replace(STATS, tenants={"a": TenantUsage(1.5, 13.0, 9, 50), "": usage}),
+    ):
+        metrics.refresh(stats)
+    for name, of_a, of_nobody in (
+        ("device_seconds", 1.5, 0.5),
+        ("kv_block_seconds", 13.0, 12.0),
+        ("tokens_saved", 9, 7),
+        ("generation_tokens", 50, 40),
+    ):
+        for tenant, value in (("a", of_a), ("", of_nobody)):
+            sample = registry.get_sample_value(f"cb_tenant_{name}_total", {"tenant": tenant})
+            assert sample == value

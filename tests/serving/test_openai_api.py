@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -16,15 +16,22 @@ from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import ModelInfo, TokenEvent
 from cb_backend.errors import (
     CBError,
+    DeadlineError,
     EngineDeadError,
     EngineNotReadyError,
     OverloadedError,
     RequestFailedError,
 )
 from cb_backend.serving.async_engine import AsyncEngine
-from cb_backend.serving.engine_client import EngineHealth, GenerateRequest, LocalClient
-from cb_backend.serving.openai_api import OpenAIRoutes
+from cb_backend.serving.engine_client import (
+    EngineClient,
+    EngineHealth,
+    GenerateRequest,
+    LocalClient,
+)
+from cb_backend.serving.gateway import Gateway
 from cb_backend.serving.text_codec import TextCodec
+from cb_backend.serving.token_stream import TokenStream
 from tests.fakes import make_model_info
 from tests.serving.conftest import (
     CONTEXT,
@@ -34,7 +41,9 @@ from tests.serving.conftest import (
     chat,
     completion,
     gateway,
+    running_engine,
     sse_objects,
+    until,
     until_idle,
 )
 
@@ -124,9 +133,10 @@ async def test_usage_comes_in_a_last_chunk_without_choices_and_only_when_asked_f
     ]
     if has_usage:
         assert events[-1]["choices"] == []
-        assert events[-1]["usage"] == (await whole(http, path, body))["usage"] | {
-            "prompt_tokens_details": events[-1]["usage"]["prompt_tokens_details"]
-        }
+        again = (await whole(http, path, body))["usage"]
+        assert events[-1]["usage"].keys() == again.keys()
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert events[-1]["usage"][count] == again[count]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -197,8 +207,10 @@ async def test_a_stop_string_ends_the_request_in_the_engine(
     script.say("the quick brown fox " * 20)
     gate = Gate()
     script.before_step = lambda plan: gate(plan) if engine.stats().generated_tokens >= 9 else None
-    answer = await whole(http, CHAT, chat(stop=" quick"))
+    asked = asyncio.create_task(whole(http, CHAT, chat(stop=" quick")))
+    await until(lambda: script.aborted == 1)
     gate.open()
+    answer = await asked
     used = answer["usage"]["completion_tokens"]
     assert script.tokenizer.decode(script.token_ids[:used]).endswith(" quick")
     await until_idle(engine)
@@ -340,8 +352,22 @@ async def test_an_unknown_route_and_a_wrong_method_answer_in_openais_form(
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-class FixedEngine:
+class FixedStream(TokenStream):
     """Brings `events`, one by one, and then raises `error` if there is one."""
+
+    def __init__(self, events: Sequence[TokenEvent], error: Exception | None) -> None:
+        super().__init__(on_drop=lambda: None)
+        self._left = list(events)
+        self._error = error
+
+    async def __anext__(self) -> TokenEvent:
+        if self._left:
+            return self._left.pop(0)
+        raise self._error or StopAsyncIteration
+
+
+class FixedEngine(EngineClient):
+    """Answers each request with a FixedStream."""
 
     def __init__(self, events: Sequence[TokenEvent], error: Exception | None = None) -> None:
         self._events = events
@@ -353,11 +379,8 @@ class FixedEngine:
     async def health(self) -> EngineHealth:
         return EngineHealth(True, True, "ready")
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        for event in self._events:
-            yield event
-        if self._error is not None:
-            raise self._error
+    async def open(self, request: GenerateRequest) -> list[TokenStream]:
+        return [FixedStream(self._events, self._error)]
 
     async def close(self) -> None:
         pass
@@ -374,6 +397,7 @@ async def answer_of(engine: FixedEngine, codec: TextCodec, body: dict[str, Any])
     ("error", "status", "code", "has_retry_after"),
     [
         (OverloadedError("4096 wait, the limit is 4096"), 429, "overloaded", True),
+        (DeadlineError("it would take 9 s"), 429, "deadline_unreachable", True),
         (EngineNotReadyError("loading"), 503, "engine_not_ready", True),
         (EngineDeadError("crashed"), 503, "engine_dead", True),
         (RequestFailedError("step 7 failed"), 500, "request_failed", False),
@@ -395,6 +419,17 @@ async def test_an_error_before_the_first_token_has_its_real_status(
     assert "/secret" not in response.text
 
 
+@pytest.mark.parametrize(("seconds", "header"), [(0.2, "1"), (2.0, "2"), (7.01, "8")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_says_in_whole_seconds_when_to_come_back(
+    codec: TextCodec, stream: bool, seconds: float, header: str
+) -> None:
+    error = OverloadedError("too many wait", retry_after_s=seconds)
+    response = await answer_of(FixedEngine([], error), codec, chat(stream=stream))
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == header
+
+
 @pytest.mark.parametrize("error", [EngineDeadError("the engine died"), RuntimeError("/secret/x")])
 async def test_an_error_inside_a_stream_is_one_event_and_the_end(
     codec: TextCodec, script: Script, error: Exception
@@ -413,7 +448,7 @@ async def test_an_error_inside_a_stream_is_one_event_and_the_end(
 
 
 async def test_a_gateway_without_a_model_yet_answers_503() -> None:
-    transport = httpx.ASGITransport(OpenAIRoutes().application())
+    transport = httpx.ASGITransport(Gateway(admin_key=None).application())
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         response = await http.get("/v1/models")
     assert response.status_code == 503
@@ -425,3 +460,94 @@ async def test_concurrent_answers_do_not_mix(engine: AsyncEngine, codec: TextCod
         streams = await asyncio.gather(*(stream_of(http, CHAT, chat(f"{n}")) for n in range(60)))
     assert {text_of(events) for events in streams} == {"the quick brown fox"}
     assert len({events[0]["id"] for events in streams}) == 60
+
+
+async def test_no_tenant_finds_what_another_has_cached(http: httpx.AsyncClient) -> None:
+    async def cached_by(tenant: str | None) -> int:
+        headers = {} if tenant is None else {"x-tenant": tenant}
+        body = chat("one two three four five six seven")
+        usage = (await http.post(CHAT, json=body, headers=headers)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    for tenant in ("a", "b", None):
+        assert await cached_by(tenant) == 0
+    for tenant in ("a", "b", None):
+        assert await cached_by(tenant) > 0
+
+
+@pytest.mark.parametrize("header", ["X-Tenant", "X-Request-Id"])
+@pytest.mark.parametrize("values", [["a b"], ["a/b"], ["x" * 200], ["a", "b"]])
+async def test_a_header_that_is_no_name_is_refused(
+    http: httpx.AsyncClient, header: str, values: list[str]
+) -> None:
+    response = await http.post(CHAT, json=chat(), headers=[(header, value) for value in values])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == header
+
+
+async def test_a_request_id_is_a_label_that_two_may_share(http: httpx.AsyncClient) -> None:
+    headers = {"x-request-id": "mine"}
+    bodies = [chat("one"), chat("two three")]
+    answers = await asyncio.gather(*(http.post(CHAT, json=b, headers=headers) for b in bodies))
+    assert [answer.json()["id"] for answer in answers] == ["chatcmpl-mine"] * 2
+    alone = [(await whole(http, CHAT, body))["usage"]["prompt_tokens"] for body in bodies]
+    assert [answer.json()["usage"]["prompt_tokens"] for answer in answers] == alone
+
+
+@pytest.mark.parametrize("stop", [None, " quick"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_tells_the_cost_however_the_answer_ends(
+    http: httpx.AsyncClient, stop: str | None, stream: bool
+) -> None:
+    body = chat(n=2, stop=stop)
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+        usage = (await stream_of(http, CHAT, body))[-1]["usage"]
+    else:
+        usage = (await whole(http, CHAT, body))["usage"]
+    cost = usage["cb_cost"]
+    assert set(cost) == {"device_ms", "kv_block_seconds", "tokens_saved", "preemptions"}
+    assert cost["device_ms"] > 0
+    assert cost["kv_block_seconds"] > 0
+    assert cost["tokens_saved"] == usage["prompt_tokens"] - 1, "which the choices share"
+    assert cost["preemptions"] == 0
+
+
+async def test_a_deadline_out_of_reach_is_refused_before_it_is_computed(
+    script: Script, codec: TextCodec
+) -> None:
+    with running_engine(script, policy="deadline") as engine:
+        transport = httpx.ASGITransport(gateway(LocalClient(engine), codec))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            for _ in range(3):  # the rates are measured now
+                await whole(http, CHAT, chat(deadline_s=60))
+            steps = engine.stats().steps
+            for stream in (False, True):
+                body = chat(deadline_s=1e-6, stream=stream)
+                response = await http.post(CHAT, json=body)
+                assert response.status_code == 429
+                error = response.json()["error"]
+                assert (error["code"], error["param"]) == ("deadline_unreachable", "deadline_s")
+                assert "would take about" in error["message"]
+            assert engine.stats().steps == steps
+
+
+async def test_a_pinned_prefix_outlives_what_would_evict_it(
+    http: httpx.AsyncClient, script: Script
+) -> None:
+    pinned = chat("one two three four five six seven", pin_prefix_s=600)
+    await whole(http, CHAT, pinned)
+    script.say("the quick " * 100)
+    for number in range(8):  # each as long as half of the pool
+        await whole(http, COMPLETIONS, completion(f"{number}<|go|>"))
+    again = await whole(http, CHAT, pinned)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_pin_without_a_prefix_cache_is_refused(script: Script, codec: TextCodec) -> None:
+    with running_engine(script, enable_prefix_caching=False) as engine:
+        transport = httpx.ASGITransport(gateway(LocalClient(engine), codec))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            response = await http.post(CHAT, json=chat(pin_prefix_s=60))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "pin_prefix_s"

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from cb_backend.core.request import FinishReason
+from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.step_io import TokenEvent
 from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.serving.token_stream import LoopReceiver, TokenStream
@@ -122,3 +123,35 @@ def test_a_receiver_of_a_closed_loop_says_that_it_is_gone() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     assert not LoopReceiver(loop, lambda events: None).deliver([event(1)])
+
+
+async def test_ending_a_stream_drops_it_once_and_waits_for_what_it_took() -> None:
+    drops = Drops()
+    stream = TokenStream(on_drop=drops)
+    stream.put(event(1))
+    ending = asyncio.ensure_future(stream.end())
+    await asyncio.sleep(0)
+    assert drops.count == 1
+    cost = RequestCost(0.5, 2.0, 1)
+    stream.put(replace(event(finish=FinishReason.ABORT), cost=cost))
+    assert await ending == cost
+    await stream.aclose()
+    assert drops.count == 1
+
+
+async def test_a_stream_that_fails_while_it_is_ended_has_no_known_cost() -> None:
+    stream = TokenStream(on_drop=Drops())
+    stream.put(event(finish=FinishReason.ERROR, error=ErrorInfo("engine_dead", "it died")))
+    assert await stream.end() is None
+
+
+async def test_every_event_is_told_before_it_is_merged_even_after_the_reader_left() -> None:
+    told: list[TokenEvent] = []
+    stream = TokenStream(on_drop=Drops())
+    stream.on_event = told.append
+    stream.put(event(1))
+    stream.put(event(2))
+    await stream.aclose()
+    stream.put(event(finish=FinishReason.ABORT))
+    assert [one.token_ids for one in told] == [(1,), (2,), ()]
+    assert not stream.has_unread

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from cb_backend.core.request import FinishReason
+from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import TokenEvent
 from cb_backend.errors import ErrorInfo
@@ -13,14 +15,22 @@ from tests.fakes import make_model_info
 EVENTS = [
     TokenEvent("0", (5,), step=7, time=1.25),
     TokenEvent("1", (5, 6), step=7, time=1.25, num_cached_tokens=16),
-    TokenEvent("2", (9,), step=7, time=1.25, finish_reason=FinishReason.STOP),
     TokenEvent(
-        "3",
+        "2",
+        (9,),
+        step=7,
+        time=1.25,
+        finish_reason=FinishReason.STOP,
+        cost=RequestCost(0.25, 1.5, 2),
+    ),
+    TokenEvent("3", (9,), step=7, time=1.25, finish_reason=FinishReason.LENGTH),
+    TokenEvent(
+        "4",
         (),
         step=7,
         time=1.25,
         finish_reason=FinishReason.ERROR,
-        error=ErrorInfo("request_failed", "step 7 failed\nbadly — so", "prompt"),
+        error=ErrorInfo("overloaded", "too many\n— so", "prompt", retry_after_s=2.5),
     ),
 ]
 
@@ -59,10 +69,19 @@ def test_a_plain_token_costs_few_bytes() -> None:
 )
 def test_a_submission_comes_back_whole(params: SamplingParams) -> None:
     request = GenerateRequest(
-        prompt_token_ids=[1, 2, 3], params=params, cache_salt="客", priority=-2
+        prompt_token_ids=[1, 2, 3],
+        params=params,
+        n=3,
+        cache_salt="客",
+        priority=-2,
+        tenant="a",
+        deadline_s=1.5,
+        pin_prefix_s=60.0,
+        label="cmpl-1",
     )
     submission = wire.Submission("session", 3, request)
-    assert wire.decode_submission(wire.encode_submission(submission)) == submission
+    sent = json.dumps(wire.encode_submission(submission))
+    assert wire.decode_submission(json.loads(sent)) == submission
 
 
 def test_the_models_facts_and_health_come_back_whole() -> None:

@@ -167,9 +167,15 @@ async def test_the_cost_of_a_choice_that_is_ended_early_is_known(
     client: EngineClient, script: Script
 ) -> None:
     script.say("the quick brown fox " * 20)
+    gate = Gate()  # the second step waits until the abort is in the inbox
+    script.before_step = lambda plan: gate(plan) if plan.step > 1 else None
     (stream,) = await client.open(request_for(script))
     await anext(stream)
-    cost = await stream.end()
+    await asyncio.to_thread(gate.reached.wait, 10.0)
+    ended = asyncio.ensure_future(stream.end())
+    await until(lambda: script.aborted == 1)
+    gate.open()
+    cost = await ended
     assert cost is not None
     assert cost.device_seconds > 0
 

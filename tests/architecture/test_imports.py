@@ -37,7 +37,7 @@ LAYERS = {
     ),
     "cb_backend.runtime": Layer(
         ours=("cb_backend.runtime", "cb_backend.core", "cb_kernels", *SHARED),
-        third_party=("torch", "transformers", "safetensors", "numpy", "psutil"),
+        third_party=("torch", "transformers", "safetensors", "numpy"),
         # It runs wherever the engine thread runs it.
         forbidden=("threading", "asyncio", "queue"),
     ),

@@ -7,6 +7,7 @@ import time
 from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
+from cb_backend.engine.recorder import open_recorder
 from cb_backend.serving.async_engine import AsyncEngine
 
 
@@ -14,14 +15,16 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
     """Start the engine's thread and return at once; the model loads in that thread.
 
     Until `is_ready`, requests are refused with EngineNotReadyError; a model that cannot be loaded
-    leaves the engine dead, and `status_text` says why.
+    leaves the engine dead, and `status_text` says why. Raises ConfigError if the file that
+    `config.record` names cannot be written.
     """
+    recorder = open_recorder(config.record)
 
     def build() -> Engine:
         # Imports torch and transformers: seconds that the caller's thread need not wait for.
         from cb_backend.runtime.model_runner import load_model_runner
 
-        return Engine(config, load_model_runner(config), clock=time.monotonic)
+        return Engine(config, load_model_runner(config), clock=time.monotonic, recording=recorder)
 
     thread = EngineThread(
         build, step_timeout_s=config.step_timeout_s, drain_timeout_s=config.drain_timeout_s

@@ -16,6 +16,7 @@ from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
+from cb_backend.engine.recorder import RecordedSettings, Recorder
 from cb_backend.engine.stats import EngineStats, StatsRecorder
 from cb_backend.errors import CBError, ErrorInfo, RequestFailedError, WrongThreadError
 
@@ -26,7 +27,11 @@ class Engine:
     """Owns all scheduler, KV and device state. Every method but `stats` asserts the thread."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, clock: Callable[[], float]
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float],
+        recording: Recorder | None = None,
     ) -> None:
         self.executor = executor
         self._config = config
@@ -46,6 +51,10 @@ class Engine:
         self._check_every_step = config.check_invariants
         self._clock = clock
         self._thread_id = threading.get_ident()
+        self.recording = recording or Recorder()
+        self.recording.begin(
+            _recorded_settings(config, self.scheduler.limits), executor.model_info, clock()
+        )
 
     @property
     def has_work(self) -> bool:
@@ -60,20 +69,24 @@ class Engine:
                 raise error
             self.scheduler.add(request)
         except CBError as error:
+            self.recording.refused(request, error.info())
             return self._record(
                 [_refused(request, error.info(), self.recorder.steps, self._clock())]
             )
         self.recorder.prompt_tokens += request.num_prompt_tokens
+        self.recording.arrived(request)
         return []
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         self._assert_thread()
+        self.recording.aborting(request_id)
         return self._record(self.scheduler.abort(request_id, self._clock()))
 
     def use_policy(self, name: str) -> None:
         """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
         self._assert_thread()
         self.scheduler.roster.use(_make_policy(self._config, name))
+        self.recording.changed("policy", name)
 
     def step(self) -> list[TokenEvent]:
         """One forward pass: what is known of every request grows, and some end."""
@@ -89,6 +102,14 @@ class Engine:
         self.recorder.record_step(
             plan, started, ended, self.scheduler, failed=isinstance(result, ErrorInfo)
         )
+        self.recording.stepped(
+            plan,
+            result,
+            events,
+            token_budget=self.scheduler.token_budget,
+            seconds=ended - started,
+            now=ended,
+        )
         return self._record(events)
 
     def explain(self) -> list[RequestView]:
@@ -101,6 +122,7 @@ class Engine:
 
     def close(self) -> None:
         self._assert_thread()
+        self.recording.close()
         self.executor.close()
 
     def stats(self) -> EngineStats:
@@ -145,6 +167,7 @@ class Engine:
 
     def _record(self, events: list[TokenEvent]) -> list[TokenEvent]:
         self.recorder.record_events(events)
+        self.recording.ended(events)
         return events
 
     def _assert_thread(self) -> None:
@@ -161,6 +184,16 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
         max_prefill_chunk=config.max_prefill_chunk or max(1, config.max_num_batched_tokens // 2),
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.num_host_kv_blocks,
+    )
+
+
+def _recorded_settings(config: EngineConfig, limits: SchedulerLimits) -> RecordedSettings:
+    return RecordedSettings(
+        limits=limits,
+        policy=config.policy,
+        priority_ageing_s=config.priority_ageing_s,
+        tenant_weights=config.tenant_weights or {},
+        target_itl_s=config.target_itl_s,
     )
 
 

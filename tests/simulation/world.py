@@ -19,6 +19,7 @@ from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import BlockCopy, CopyKind, StepPlan, TokenEvent
 from cb_backend.engine.engine import Engine
+from cb_backend.engine.recorder import Recorder
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing, solo_output
 
 NUM_EVENTS = 60
@@ -188,7 +189,7 @@ def expected_end(submit: Submit) -> tuple[list[int], FinishReason]:
 class World:
     """One scenario being played."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, recording: Recorder | None = None) -> None:
         limits = scenario.limits
         self.scenario = scenario
         self.steps = 0
@@ -219,7 +220,9 @@ class World:
             num_host_kv_blocks=limits.num_host_blocks,
             check_invariants=True,
         )
-        self.engine = Engine(config, self.executor, clock=lambda: float(self.steps))
+        self.engine = Engine(
+            config, self.executor, clock=lambda: float(self.steps), recording=recording
+        )
 
     def play(self) -> None:
         for event in self.scenario.events:

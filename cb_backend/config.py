@@ -29,6 +29,8 @@ class EngineConfig:
     num_kv_blocks: int | None = None  # None: as many as kv_cache_gib or memory_fraction hold
     kv_cache_gib: float | None = None  # GiB of K and V; None: from memory_fraction
     memory_fraction: float = 0.9  # CUDA: share of the device's memory for weights and KV together
+    min_free_gib: float | None = None  # GiB to keep free on the device for its other users: the KV
+    # pool shrinks and grows with them; None: the pool keeps its size
     max_num_seqs: int = 64  # requests that share a step
     max_num_batched_tokens: int = 512  # token budget of one step
     max_prefill_chunk: int | None = None  # most tokens one request takes of a contended step;
@@ -96,6 +98,7 @@ _INTEGERS = {  # and their least values
 _POSITIVE = (
     "kv_cache_gib",
     "memory_fraction",
+    "min_free_gib",
     "target_itl_s",
     "priority_ageing_s",
     "step_timeout_s",

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from cb_backend.core.request import Request
 from cb_backend.core.sampling_params import SamplingParams
@@ -14,6 +15,7 @@ from cb_backend.core.step_io import (
     BlockCopy,
     CopyKind,
     ModelInfo,
+    PoolResize,
     ScheduledRow,
     StepPlan,
     StepResult,
@@ -31,6 +33,7 @@ def make_model_info(
     block_size: int = 4,
     max_model_len: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    window: int | None = None,
 ) -> ModelInfo:
     return ModelInfo(
         model_name="fake",
@@ -40,6 +43,7 @@ def make_model_info(
         num_blocks=num_blocks,
         block_size=block_size,
         bytes_per_block=block_size * 8,
+        window=window,
         device="cpu",
         dtype="int64",
         attention="fake",
@@ -87,6 +91,8 @@ class ShadowExecutor:
         self.info = info or make_model_info()
         self.plans: list[StepPlan] = []
         self.fail_rows: set[str] = set()
+        self.free = 2**40  # bytes
+        self.resizes: list[PoolResize] = []
         self.closed = threading.Event()
         self._next_token = next_token
         self._before_step = before_step
@@ -125,6 +131,19 @@ class ShadowExecutor:
                 result.token_ids[row.request_id] = (self._sample(row),)
         return result
 
+    def resize(self, change: PoolResize) -> None:
+        self.resizes.append(change)
+        for copy in change.copies:
+            self._copy(copy)
+        size = self.info.block_size
+        grown = [[POISON] * size for _ in range(change.num_blocks - len(self._cache))]
+        self._cache = self._cache[: change.num_blocks] + grown
+        for row in self._rows.values():
+            row.block_table = [change.moved.get(b, b) for b in row.block_table]
+
+    def free_bytes(self) -> int:
+        return self.free
+
     def close(self) -> None:
         self.closed.set()
 
@@ -156,7 +175,8 @@ class ShadowExecutor:
         row = self._rows[scheduled.request_id]
         end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
         assert end == len(row.token_ids), f"{scheduled} samples before its last known token"
-        gathered = [self._read(row, position) for position in range(end)]
+        first = 0 if self.info.window is None else max(0, end - self.info.window)
+        gathered = [self._read(row, position) for position in range(first, end)]
         token_id = self._next_token([token_id for token_id, _ in gathered])
         if not _is_one_chain(gathered):
             token_id = (token_id + 1) % VOCAB_SIZE  # what attention over foreign K and V gives
@@ -169,23 +189,22 @@ def _chain(before: int, token_id: int) -> int:
 
 
 def _is_one_chain(gathered: Sequence[tuple[int, int]]) -> bool:
-    state = 0
-    for token_id, stored in gathered:
-        state = _chain(state, token_id)
-        if state != stored:
-            return False
-    return True
+    """Whether each slot follows the one before it."""
+    return all(
+        stored == _chain(before, token_id) for (_, before), (token_id, stored) in pairwise(gathered)
+    )
 
 
 def solo_output(
     prompt: Sequence[int],
     num_tokens: int,
     next_token: Callable[[Sequence[int]], int] = next_by_counting,
+    window: int | None = None,
 ) -> list[int]:
     """What a request must bring, whoever shares its steps."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids if window is None else token_ids[-window:]))
     return token_ids[len(prompt) :]
 
 
@@ -201,6 +220,7 @@ def make_request(
     deadline: float = math.inf,
     arrival_time: float = 0.0,
     fork_of: str | None = None,
+    pin_s: float = 0.0,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -216,6 +236,7 @@ def make_request(
         tenant=tenant,
         deadline=deadline,
         fork_of=fork_of,
+        pin_s=pin_s,
     )
 
 

@@ -29,6 +29,7 @@ from cb_backend.errors import ConfigError
         ("step_timeout_s", float("inf")),
         ("drain_timeout_s", -1.0),
         ("target_itl_s", 0.0),
+        ("min_free_gib", -1.0),
         ("max_waiting_tokens", 0),
         ("num_host_kv_blocks", -1),
         ("policy", "lifo"),

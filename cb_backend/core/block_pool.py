@@ -88,10 +88,25 @@ class BlockPool:
             raise InternalError(f"block {block_id} is not in use and cannot be cached")
         self._cached.add(block_id)
 
-    def forget_idle(self) -> None:
-        """Turn every idle block into a free one, telling the prefix cache."""
-        while self._idle:
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Change the number of blocks, evicting idle ones as needed; returns which moved where.
+
+        Never fewer than are in use: ask `num_in_use` first.
+        """
+        if num_blocks < self.num_in_use:
+            raise OutOfBlocksError(f"{self.num_in_use} blocks are in use, {num_blocks} wanted")
+        while self.num_in_use + len(self._idle) > num_blocks:
             self._free.append(self._evict_oldest())
+        held = [*self._idle, *(b for b, count in enumerate(self.ref_counts) if count)]
+        self._free = deque(sorted(set(range(num_blocks)) - set(held)))
+        moved = {block_id: self._free.popleft() for block_id in held if block_id >= num_blocks}
+        counts = [0] * num_blocks
+        for block_id in held:
+            counts[moved.get(block_id, block_id)] = self.ref_counts[block_id]
+        self.ref_counts, self.num_blocks = counts, num_blocks
+        self._idle = OrderedDict((moved.get(block_id, block_id), None) for block_id in self._idle)
+        self._cached = {moved.get(block_id, block_id) for block_id in self._cached}
+        return moved
 
     def _take_one(self) -> int:
         block_id = self._free.popleft() if self._free else self._evict_oldest()

@@ -7,6 +7,7 @@ here, so that a preempted request, or a prompt that comes again, copies instead 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 
 class HostTier:
@@ -45,10 +46,7 @@ class HostTier:
         self._block_of.move_to_end(digest)
         return self._block_of[digest]
 
-    def discard(self, host_block: int) -> None:
-        """Forget what lies there, since its copy failed. Unknown blocks are ignored."""
-        for digest, block in self._block_of.items():
-            if block == host_block:
-                del self._block_of[digest]
-                self._free.append(block)
-                return
+    def discard(self, host_blocks: Collection[int]) -> None:
+        """Forget what should lie there, since the copies failed."""
+        for digest in [d for d, block in self._block_of.items() if block in host_blocks]:
+            self._free.append(self._block_of.pop(digest))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from cb_backend.core.kv_blocks import owned
 from cb_backend.core.request import RequestStatus
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.step_io import StepPlan
@@ -28,8 +29,9 @@ def every_block_has_one_state(scheduler: Scheduler) -> None:
 
 
 def ref_counts_equal_owners(scheduler: Scheduler) -> None:
-    """The stored count of each block is the number of running requests whose table has it."""
-    owners = Counter(b for r in scheduler.running.values() for b in r.block_table)
+    """The stored count of each block is the number of tables, and of pins, that have it."""
+    tables = [owned(request.block_table) for request in scheduler.running.values()]
+    owners = Counter(b for table in [*tables, *scheduler.blocks.pins.block_tables] for b in table)
     for block_id, count in enumerate(scheduler.blocks.pool.ref_counts):
         if owners[block_id] != count:
             raise InvariantError(
@@ -42,9 +44,11 @@ def only_running_requests_own_blocks(scheduler: Scheduler) -> None:
     for request in scheduler.waiting:
         if request.block_table or request.num_computed_tokens:
             raise InvariantError(f"only_running_requests_own_blocks: {request!r} waits")
-    if not scheduler.running and scheduler.blocks.pool.num_in_use:
+    pinned = {b for block_table in scheduler.blocks.pins.block_tables for b in block_table}
+    if not scheduler.running and scheduler.blocks.pool.num_in_use != len(pinned):
         raise InvariantError(
-            f"only_running_requests_own_blocks: {scheduler.blocks.pool.num_in_use} in use by nobody"
+            f"only_running_requests_own_blocks: {scheduler.blocks.pool.num_in_use} in use,"
+            f" {len(pinned)} pinned"
         )
 
 

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 from cb_backend.core.block_pool import BlockPool
 from cb_backend.core.host_tier import HostTier
 from cb_backend.core.prefix_cache import PrefixCache, extend_block_hashes
+from cb_backend.core.prefix_pins import PrefixPins
 from cb_backend.core.request import Request
-from cb_backend.core.step_io import BlockCopy, CopyKind, StepPlan
+from cb_backend.core.scheduler_limits import SchedulerLimits
+from cb_backend.core.step_io import BlockCopy, CopyKind
+
+HOLE = -1  # stands in a table for a block that was given up
+
+
+def owned(block_table: list[int]) -> list[int]:
+    """The blocks of a table, without its holes."""
+    return [block_id for block_id in block_table if block_id != HOLE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +37,15 @@ class Found:
 class KVBlocks:
     """The block tables of all running requests, and where their contents come from."""
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, num_host_blocks: int, enable_prefix_caching: bool
-    ) -> None:
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.block_size = limits.block_size
+        self.pool = BlockPool(limits.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, on_evict=self._swap_out)
-        self.host = HostTier(num_host_blocks)
-        self._enable_prefix_caching = enable_prefix_caching
-        self._copies: list[BlockCopy] = []
+        self.host = HostTier(limits.num_host_blocks)
+        self.pins = PrefixPins(self.pool)
+        self._window = limits.window
+        self._enable_prefix_caching = limits.enable_prefix_caching
+        self.copies: list[BlockCopy] = []  # before the next step computes, in this order
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -49,8 +58,8 @@ class KVBlocks:
         """The longest computed beginning: the running parent's of a fork, or the cache's."""
         if self._enable_prefix_caching:
             self._extend_hashes(request)
-        if parent is not None:
-            return self._find_fork(request, parent)
+        if parent is not None and (fork := self._find_fork(request, parent)) is not None:
+            return fork
         # The last token must be computed even if its block is known: its logits are wanted.
         digests = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         shared = self.prefix_cache.match(digests)
@@ -64,12 +73,12 @@ class KVBlocks:
 
     def num_taken(self, request: Request, found: Found) -> int:
         """Available blocks that it takes to hold all known tokens, given what was found."""
-        from_idle = sum(self.pool.is_idle(block_id) for block_id in found.shared)
+        from_idle = sum(self.pool.is_idle(block_id) for block_id in owned(found.shared))
         return self.blocks_for(request.num_tokens) - len(found.shared) + from_idle
 
     def attach(self, request: Request, found: Found) -> None:
         """Begin the request's table with what was found. There must be room for the copies."""
-        self.pool.share(found.shared)
+        self.pool.share(owned(found.shared))
         request.block_table = list(found.shared)
         request.num_indexed_blocks = len(found.shared)
         request.num_computed_tokens = found.num_tokens
@@ -89,7 +98,7 @@ class KVBlocks:
         return missing
 
     def release(self, request: Request) -> None:
-        self.pool.release(request.block_table)
+        self.pool.release(owned(request.block_table))
         request.block_table = []
         request.num_indexed_blocks = 0
 
@@ -104,32 +113,38 @@ class KVBlocks:
                 self.prefix_cache.insert(request.block_hashes[index], request.block_table[index])
             request.num_indexed_blocks = num_full
 
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """What must be copied before the next step computes, in this order."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
-
-    def forget_failed_copies(self, plan: StepPlan) -> None:
-        """The step raised: what it should have copied to the host may not be there."""
-        for copy in plan.copies:
-            if copy.kind is CopyKind.OUT:
-                self.host.discard(copy.target)
+    def release_outside_window(self, request: Request) -> None:
+        """Give up the blocks that no later token can see. Their places in the table become holes:
+        the executor's table keeps its numbers, which it must not read."""
+        num_unseen = self._num_unseen(request.num_computed_tokens)
+        unseen = request.block_table[:num_unseen]
+        if unseen and unseen[-1] != HOLE:
+            self.pool.release(owned(unseen))
+            request.block_table[:num_unseen] = [HOLE] * num_unseen
 
     def _append_copy(self, request: Request, kind: CopyKind, source: int) -> None:
         (block_id,) = self.pool.allocate(1)
-        self._copies.append(BlockCopy(kind, source, block_id))
+        self.copies.append(BlockCopy(kind, source, block_id))
         request.block_table.append(block_id)
 
     def _swap_out(self, block_id: int, digest: bytes) -> None:
         if digest not in self.host and (host_block := self.host.put(digest)) is not None:
-            self._copies.append(BlockCopy(CopyKind.OUT, block_id, host_block))
+            self.copies.append(BlockCopy(CopyKind.OUT, block_id, host_block))
 
-    def _find_fork(self, request: Request, parent: Request) -> Found:
+    def _find_fork(self, request: Request, parent: Request) -> Found | None:
         # The last prompt token is computed again by each choice, which wants logits of its own.
         num_tokens = request.num_prompt_tokens - 1
         num_full = num_tokens // self.block_size
+        if HOLE in parent.block_table[self._num_unseen(num_tokens) : num_full + 1]:
+            return None  # the parent has moved on, and given up what the fork must still see
         forked = parent.block_table[num_full] if num_tokens % self.block_size else None
         return Found(parent.block_table[:num_full], [], forked, num_tokens)
+
+    def _num_unseen(self, num_computed: int) -> int:
+        """Leading blocks that no token from `num_computed` on can see."""
+        if self._window is None:
+            return 0
+        return max(num_computed - self._window + 1, 0) // self.block_size
 
     def _extend_hashes(self, request: Request) -> None:
         extend_block_hashes(

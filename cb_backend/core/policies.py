@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from cb_backend.config import EngineConfig
 from cb_backend.core.request import Request
 from cb_backend.errors import ConfigError
 
@@ -124,18 +125,18 @@ class FairPolicy(Policy):
         self.counters[request.tenant] += cost / self._weights.get(request.tenant, 1.0)
 
 
-def make_policy(name: str, *, ageing_s: float, weights: Mapping[str, float]) -> Policy:
-    """The policy of that name. Raises ConfigError naming the ones that exist."""
+def policy_of(config: EngineConfig, name: str) -> Policy:
+    """The policy of that name, as configured. Raises ConfigError naming the ones that exist."""
     if name not in POLICIES:
         raise ConfigError(
             f"policy must be one of {', '.join(sorted(POLICIES))}, got {name!r}", field="policy"
         )
-    return POLICIES[name](ageing_s, weights)
+    return POLICIES[name](config)
 
 
-POLICIES: dict[str, Callable[[float, Mapping[str, float]], Policy]] = {
-    "fcfs": lambda ageing_s, weights: Policy(),
-    "priority": lambda ageing_s, weights: PriorityPolicy(ageing_s),
-    "deadline": lambda ageing_s, weights: DeadlinePolicy(),
-    "fair": lambda ageing_s, weights: FairPolicy(weights),
+POLICIES: dict[str, Callable[[EngineConfig], Policy]] = {
+    "fcfs": lambda config: Policy(),
+    "priority": lambda config: PriorityPolicy(config.priority_ageing_s),
+    "deadline": lambda config: DeadlinePolicy(),
+    "fair": lambda config: FairPolicy(config.tenant_weights or {}),
 }

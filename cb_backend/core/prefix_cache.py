@@ -69,6 +69,11 @@ class PrefixCache:
         self._digest_of[block_id] = digest
         self._pool.mark_cached(block_id)
 
+    def rename(self, moved: dict[int, int]) -> None:
+        """The contents of some blocks now lie in others."""
+        self._digest_of = {moved.get(b, b): digest for b, digest in self._digest_of.items()}
+        self._block_of = {digest: block_id for block_id, digest in self._digest_of.items()}
+
     def _forget(self, block_id: int) -> None:
         digest = self._digest_of.pop(block_id)
         del self._block_of[digest]

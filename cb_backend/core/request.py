@@ -53,6 +53,7 @@ class Request:
     tenant: str = ""
     deadline: float = math.inf  # seconds, the engine's clock: when the whole answer must be there
     fork_of: str | None = None  # the request whose prompt this one shares
+    pin_s: float = 0.0  # seconds for which its prompt's blocks are kept once computed
 
     sequence: int = 0  # place in the order of arrival, given by the scheduler
     status: RequestStatus = RequestStatus.WAITING

@@ -12,7 +12,7 @@ from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import StepPlan, StepResult, TokenEvent
+from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent
 from cb_backend.core.step_planner import StepPlanner
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, PromptTooLongError
@@ -25,12 +25,7 @@ class Scheduler:
         self.limits = limits
         self.token_budget = limits.max_num_batched_tokens  # of a step; may be lowered at run time
         self.roster = Roster(policy)
-        self.blocks = KVBlocks(
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            num_host_blocks=limits.num_host_blocks,
-            enable_prefix_caching=limits.enable_prefix_caching,
-        )
+        self.blocks = KVBlocks(limits)
         self.planner = StepPlanner(limits, self.roster, self.blocks)
         self._step = 0
 
@@ -49,11 +44,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptTooLongError if even an empty pool cannot hold it."""
         most_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last is never read
-        if (wanted := self.blocks.blocks_for(most_tokens)) > self.limits.num_blocks:
+        if (wanted := self.blocks.blocks_for(most_tokens)) > self.blocks.pool.num_blocks:
             raise PromptTooLongError(
                 f"prompt ({request.num_prompt_tokens} tokens) and max_tokens"
                 f" ({request.max_tokens}) need {wanted} KV blocks, the pool"
-                f" has {self.limits.num_blocks} of {self.limits.block_size} tokens",
+                f" has {self.blocks.pool.num_blocks} of {self.limits.block_size} tokens",
                 field="prompt",
             )
         self.roster.add(request)
@@ -75,6 +70,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Take in what `plan` computed; returns an event for each request that moved visibly."""
         events = []
+        self.blocks.pins.expire(now)
         for row in plan.rows:
             request = self.running.get(row.request_id)
             if request is None:
@@ -85,16 +81,23 @@ class Scheduler:
             request.num_computed_tokens += row.num_scheduled_tokens
             self.blocks.index_full(request)
             if row.samples:
+                if request.pin_s and request.num_output_tokens == 0:
+                    self.blocks.pins.pin_prompt(
+                        request, self.limits.block_size, now + request.pin_s
+                    )
                 token_ids, reason = request.append_output(result.token_ids[row.request_id])
                 events.append(self._event(request, token_ids, now, reason, None))
                 self.roster.queue_forks_of(request)  # its prompt is computed now
                 if reason is not None:
                     self._leave(request)
+                    continue
+            self.blocks.release_outside_window(request)
         return events
 
     def fail(self, plan: StepPlan, error: ErrorInfo, now: float) -> list[TokenEvent]:
         """End the requests of a step that raised. Nobody else is touched."""
-        self.blocks.forget_failed_copies(plan)
+        out = {copy.target for copy in plan.copies if copy.kind is CopyKind.OUT}
+        self.blocks.host.discard(out)  # what should have been copied there may not be
         requests = [self.running.get(row.request_id) for row in plan.rows]
         return [
             self._finish(request, FinishReason.ERROR, now, error)

@@ -14,3 +14,4 @@ class SchedulerLimits:
     max_prefill_chunk: int  # tokens that one request takes of a step that others want too
     enable_prefix_caching: bool
     num_host_blocks: int = 0
+    window: int | None = None  # tokens; blocks that fell out of it are never read again

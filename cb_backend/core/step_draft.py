@@ -42,12 +42,13 @@ class StepDraft:
         return [(request, self._num_new[name]) for name, request in self._requests.items()]
 
     def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
+        copies, blocks.copies = tuple(blocks.copies), []
         return StepPlan(
             step=step,
             retired=retired,
             admitted=tuple(_admission(request) for request in self._admitted),
             rows=tuple(self._row(request, num_new) for request, num_new in self.shares()),
-            copies=blocks.take_copies(),
+            copies=copies,
         )
 
     def _row(self, request: Request, num_new: int) -> ScheduledRow:

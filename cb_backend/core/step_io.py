@@ -57,6 +57,15 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolResize:
+    """A new size of the KV pool. Carried out between two steps: copy, cut or extend, rename."""
+
+    num_blocks: int
+    copies: tuple[BlockCopy, ...]
+    moved: dict[int, int]  # block ids in every row's table that now have another
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Applied in this order: retire, admit, extend block tables, copy blocks one after the other,
     one ragged forward, sample."""
@@ -109,6 +118,7 @@ class ModelInfo:
     num_blocks: int
     block_size: int  # tokens per KV block
     bytes_per_block: int  # over all layers, K and V
+    window: int | None  # tokens that the widest attention reaches back; None: to the first
     device: str
     dtype: str
     attention: str  # the attention path that was chosen
@@ -124,6 +134,14 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """One step. May raise: the requests of the plan then fail, and a later plan retires
         their rows, of which the executor may know all, some or none."""
+        ...
+
+    def resize(self, change: PoolResize) -> None:
+        """Between two steps. May raise; the engine is then beyond use."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody uses."""
         ...
 
     def close(self) -> None: ...

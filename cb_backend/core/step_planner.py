@@ -52,7 +52,8 @@ class StepPlanner:
             first, last = self._roster.waiting.peek(), self._roster.last()
             if not self._roster.policy.displaces(first, last) or not self.lacks(first):
                 return
-            self._preempt(last, draft)
+            self.preempt_last()
+            draft.preempted.add(last.request_id)
 
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
@@ -63,10 +64,11 @@ class StepPlanner:
             chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
             num_new = min(chunk, draft.left + 1)  # the 1 that was set aside
             while self._missing(request, num_new) > self._blocks.pool.num_available:
+                if request is self._roster.last() and self._blocks.pins.drop_oldest():
+                    continue  # rather than stop the only one that could give way
                 nobody_lost = False
                 draft.left += 1
-                self._preempt(last := self._roster.last(), draft)
-                if last is request:
+                if self.preempt_last() is request:
                     break
             else:
                 draft.give(request, num_new, self._blocks)
@@ -84,7 +86,10 @@ class StepPlanner:
             # The whole of it must fit beside what the running ones still need to catch up: else
             # it would be preempted in the middle of its prompt.
             if taken > left - self._headroom():
-                return
+                if self._roster.running or not self._blocks.pins.drop_oldest():
+                    return
+                left = self._num_unpromised()
+                continue
             left -= taken
             self._admit(request, found, draft)
             chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
@@ -110,14 +115,16 @@ class StepPlanner:
         self._roster.policy.charged(request, 0, found.num_tokens)
         draft.admit(request)
 
-    def _preempt(self, request: Request, draft: StepDraft) -> None:
-        """Take everything back; what the caches do not keep is computed again when it fits."""
+    def preempt_last(self) -> Request:
+        """Take everything back from the last in order; what the caches do not keep is computed
+        again when it fits."""
+        request = self._roster.last()
         self._blocks.release(request)
         self._roster.preempt(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        draft.preempted.add(request.request_id)
+        return request
 
     def _look_up(self, request: Request) -> Found:
         parent = self._roster.running.get(request.fork_of) if request.fork_of else None
@@ -137,7 +144,7 @@ class StepPlanner:
 
     def _headroom(self) -> int:
         """Blocks kept back at admission, so that the running ones can grow for a while."""
-        return max(1, self._limits.num_blocks // 100) if self._roster.running else 0
+        return max(1, self._blocks.pool.num_blocks // 100) if self._roster.running else 0
 
     def _missing(self, request: Request, num_new: int) -> int:
         return self._blocks.missing(request, request.num_computed_tokens + num_new)

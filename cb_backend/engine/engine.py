@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.admission import AdmissionLimits, refusal
-from cb_backend.core.explain import RequestView, explain
 from cb_backend.core.invariants import check_plan, check_scheduler
-from cb_backend.core.policies import Policy, make_policy
+from cb_backend.core.policies import policy_of
 from cb_backend.core.rates import StepRates, TokenBudget
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
@@ -34,9 +33,9 @@ class Engine:
         recording: Recorder | None = None,
     ) -> None:
         self.executor = executor
-        self._config = config
+        self.config = config
         self.scheduler = Scheduler(
-            _scheduler_limits(config, executor.model_info), _make_policy(config, config.policy)
+            _scheduler_limits(config, executor.model_info), policy_of(config, config.policy)
         )
         self.recorder = StatsRecorder()
         self.rates = StepRates()
@@ -49,7 +48,7 @@ class Engine:
             max_num_waiting=config.max_num_waiting, max_waiting_tokens=config.max_waiting_tokens
         )
         self._check_every_step = config.check_invariants
-        self._clock = clock
+        self.clock = clock
         self._thread_id = threading.get_ident()
         self.recording = recording or Recorder()
         self.recording.begin(
@@ -62,40 +61,34 @@ class Engine:
 
     def add(self, request: Request) -> list[TokenEvent]:
         """Queue a request; one that is refused ends at once, with an error event."""
-        self._assert_thread()
+        self.assert_thread()
         try:
-            error = refusal(request, self.scheduler, self.rates, self._admission, self._clock())
+            error = refusal(request, self.scheduler, self.rates, self._admission, self.clock())
             if error is not None:
                 raise error
             self.scheduler.add(request)
         except CBError as error:
             self.recording.refused(request, error.info())
             return self._record(
-                [_refused(request, error.info(), self.recorder.steps, self._clock())]
+                [_refused(request, error.info(), self.recorder.steps, self.clock())]
             )
         self.recorder.prompt_tokens += request.num_prompt_tokens
         self.recording.arrived(request)
         return []
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        self._assert_thread()
+        self.assert_thread()
         self.recording.aborting(request_id)
-        return self._record(self.scheduler.abort(request_id, self._clock()))
-
-    def use_policy(self, name: str) -> None:
-        """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
-        self._assert_thread()
-        self.scheduler.roster.use(_make_policy(self._config, name))
-        self.recording.changed("policy", name)
+        return self._record(self.scheduler.abort(request_id, self.clock()))
 
     def step(self) -> list[TokenEvent]:
         """One forward pass: what is known of every request grows, and some end."""
-        self._assert_thread()
-        started = self._clock()
+        self.assert_thread()
+        started = self.clock()
         self.scheduler.token_budget = self._budget.choose(self.rates)
         plan = self.scheduler.schedule()
         result = self._execute(plan)
-        ended = self._clock()
+        ended = self.clock()
         self.rates.observe(plan.num_tokens, ended - started)
         self.scheduler.charge(plan, ended - started)
         events = self._update(plan, result, ended)
@@ -112,16 +105,12 @@ class Engine:
         )
         return self._record(events)
 
-    def explain(self) -> list[RequestView]:
-        self._assert_thread()
-        return explain(self.scheduler, self.rates, self._clock())
-
     def check(self) -> None:
         """Raises InvariantError if the scheduler's books do not balance."""
         check_scheduler(self.scheduler)
 
     def close(self) -> None:
-        self._assert_thread()
+        self.assert_thread()
         self.recording.close()
         self.executor.close()
 
@@ -170,7 +159,7 @@ class Engine:
         self.recording.ended(events)
         return events
 
-    def _assert_thread(self) -> None:
+    def assert_thread(self) -> None:
         if threading.get_ident() != self._thread_id:
             raise WrongThreadError("the engine belongs to the thread that built it; use its inbox")
 
@@ -184,6 +173,7 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
         max_prefill_chunk=config.max_prefill_chunk or max(1, config.max_num_batched_tokens // 2),
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.num_host_kv_blocks,
+        window=info.window,
     )
 
 
@@ -195,10 +185,6 @@ def _recorded_settings(config: EngineConfig, limits: SchedulerLimits) -> Recorde
         tenant_weights=config.tenant_weights or {},
         target_itl_s=config.target_itl_s,
     )
-
-
-def _make_policy(config: EngineConfig, name: str) -> Policy:
-    return make_policy(name, ageing_s=config.priority_ageing_s, weights=config.tenant_weights or {})
 
 
 def _refused(request: Request, error: ErrorInfo, step: int, now: float) -> TokenEvent:

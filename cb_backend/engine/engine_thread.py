@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from cb_backend.core.request import Request
 from cb_backend.core.step_io import TokenEvent
+from cb_backend.engine.controls import mind_neighbours
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.inbox import Abort, Call, Inbox, Stop, Submit
 from cb_backend.engine.lifecycle import EngineStatus, Lifecycle
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_INTERVAL_S = 10.0  # the books are checked at most this often when the engine falls idle
+LOOK_AROUND_INTERVAL_S = 1.0  # how soon a neighbour's need for memory is seen
 
 
 class EngineThread:
@@ -43,7 +44,7 @@ class EngineThread:
         self._inbox = Inbox()
         self._engine: Engine | None = None
         self._stop_at: float | None = None  # engine thread's
-        self._next_idle_check = 0.0  # engine thread's
+        self._next_look = 0.0  # engine thread's
         self._thread = threading.Thread(target=self._run, name="cb-engine", daemon=True)
         self._watchdog = Watchdog(
             self._thread,
@@ -121,8 +122,7 @@ class EngineThread:
                 self._watchdog.step_begins()
                 self._publish(engine, engine.step())
                 self._watchdog.step_ends()
-            if not engine.has_work:
-                self._check_when_idle(engine)
+            self._look_around(engine)
 
     def _is_over(self, engine: Engine) -> bool:
         if self.life.is_dead:
@@ -153,10 +153,14 @@ class EngineThread:
             # Its reader's event loop is closed; the abort's own event has nowhere to go either.
             self.output_queue.publish(engine.abort(request_id))
 
-    def _check_when_idle(self, engine: Engine) -> None:
-        if time.monotonic() >= self._next_idle_check:
+    def _look_around(self, engine: Engine) -> None:
+        """Now and then: is there memory to give or to take, and do the books balance?"""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_AROUND_INTERVAL_S
+        mind_neighbours(engine)
+        if not engine.has_work:
             engine.check()
-            self._next_idle_check = time.monotonic() + IDLE_CHECK_INTERVAL_S
 
     # Engine thread or watchdog.
 

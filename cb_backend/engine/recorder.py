@@ -53,7 +53,7 @@ class Recorder:
     def aborting(self, request_id: str) -> None:
         """Before its blocks are released. It may have ended already."""
 
-    def changed(self, what: str, to: str) -> None:
+    def changed(self, what: str, to: str | int) -> None:
         """A setting that decides has another value from now on."""
 
     def stepped(
@@ -128,6 +128,7 @@ class FileRecorder(Recorder):
                 "tenant": self._hash_tenant(request.tenant),
                 "deadline": None if math.isinf(request.deadline) else request.deadline,
                 "fork_of": request.fork_of,
+                "pin_s": request.pin_s,
                 "blocks": self._hash_blocks(request, 0),
             },
         )
@@ -147,7 +148,7 @@ class FileRecorder(Recorder):
         if request_id in self._live:
             self._write("abort", {"request": self._numbers[request_id]})
 
-    def changed(self, what: str, to: str) -> None:
+    def changed(self, what: str, to: str | int) -> None:
         self._write("change", {"what": what, "to": to})
 
     def stepped(
@@ -162,7 +163,7 @@ class FileRecorder(Recorder):
     ) -> None:
         line: Json = {
             "step": plan.step,
-            "end": round(now, 6),
+            "end": now,  # exact, since pins end by it
             "seconds": round(seconds, 6),
             **decision(plan, token_budget, self._numbers),
         }

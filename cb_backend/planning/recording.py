@@ -39,6 +39,7 @@ class Arrival:
     tenant: str  # hashed
     deadline: float
     fork_of: str | None
+    pin_s: float  # seconds that its prompt stays in the cache
     blocks: tuple[str, ...]  # hashes of the prompt's full blocks
 
 
@@ -58,7 +59,7 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Change:
     what: str
-    to: str
+    to: str | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ def _arrival(line: Json) -> Arrival:
         tenant=str(line["tenant"]),
         deadline=math.inf if line["deadline"] is None else float(line["deadline"]),
         fork_of=line["fork_of"],
+        pin_s=float(line["pin_s"]),
         blocks=tuple(line["blocks"]),
     )
 
@@ -197,7 +199,7 @@ _READERS: dict[str, Callable[[Json], Entry]] = {
     "arrival": _arrival,
     "refused": _refused,
     "abort": lambda line: Abort(int(line["request"])),
-    "change": lambda line: Change(str(line["what"]), str(line["to"])),
+    "change": lambda line: Change(str(line["what"]), line["to"]),
     "step": _step,
     "end": _end,
 }

@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cb_backend.core.policies import Policy, make_policy
+from cb_backend.config import EngineConfig
+from cb_backend.core.policies import Policy, policy_of
+from cb_backend.core.pool_resize import resize_pool
 from cb_backend.core.recorded_step import Json, decision
 from cb_backend.core.request import Request
 from cb_backend.core.sampling_params import SamplingParams
@@ -45,7 +47,7 @@ class Replay:
 
     def __init__(self, recording: Recording) -> None:
         header = recording.header
-        self.scheduler = Scheduler(header.limits, policy_of(header, header.policy))
+        self.scheduler = Scheduler(header.limits, recorded_policy(header, header.policy))
         self._header = header
         self._entries = recording.entries
         self._ends = recording.ends
@@ -92,7 +94,7 @@ class Replay:
         self._take(self.scheduler.abort(self._id_of(number), now=0.0))
         return ""
 
-    def _change(self, what: str, to: str) -> str:
+    def _change(self, what: str, to: str | int) -> str:
         if what not in CHANGES:
             raise RecordingError(f"the recording changes {what!r}, which this version cannot")
         CHANGES[what](self.scheduler, self._header, to)
@@ -178,20 +180,33 @@ def build_request(
         tenant=arrival.tenant,
         deadline=arrival.deadline,
         fork_of=arrival.fork_of,
+        pin_s=arrival.pin_s,
     )
     return request, sequence
 
 
-def policy_of(header: Header, name: str) -> Policy:
-    return make_policy(name, ageing_s=header.priority_ageing_s, weights=header.tenant_weights)
+def recorded_policy(header: Header, name: str) -> Policy:
+    config = EngineConfig(
+        model="recorded",
+        priority_ageing_s=header.priority_ageing_s,
+        tenant_weights=header.tenant_weights,
+    )
+    return policy_of(config, name)
 
 
-def _use_policy(scheduler: Scheduler, header: Header, name: str) -> None:
-    scheduler.roster.use(policy_of(header, name))
+def _use_policy(scheduler: Scheduler, header: Header, name: str | int) -> None:
+    scheduler.roster.use(recorded_policy(header, str(name)))
+
+
+def _resize(scheduler: Scheduler, header: Header, num_blocks: str | int) -> None:
+    resize_pool(scheduler, int(num_blocks), fewest=0)  # it was enough when it was recorded
 
 
 # What may change in a running engine, by the name under which it is recorded.
-CHANGES: dict[str, Callable[[Scheduler, Header, str], None]] = {"policy": _use_policy}
+CHANGES: dict[str, Callable[[Scheduler, Header, str | int], None]] = {
+    "policy": _use_policy,
+    "num_blocks": _resize,
+}
 
 
 def _ending(reason: str | None, num_output_tokens: int) -> str:

@@ -19,7 +19,7 @@ class BlockCopier:
     """Owns the host tier's memory: `num_host_blocks` blocks in the layout of the device's pool."""
 
     def __init__(self, cache: KVCache, num_host_blocks: int) -> None:
-        self._device = cache.pool
+        self._cache = cache
         self._dim = cache.block_dim
         shape = list(cache.pool.shape)
         shape[self._dim] = num_host_blocks
@@ -31,8 +31,8 @@ class BlockCopier:
     def run(self, copies: Sequence[BlockCopy]) -> None:
         """In their order, since a later copy may read or overwrite what an earlier one touched."""
         for kind, group in groupby(copies, key=lambda copy: copy.kind):
-            source = self._host if kind is CopyKind.IN else self._device
-            target = self._host if kind is CopyKind.OUT else self._device
+            source = self._host if kind is CopyKind.IN else self._cache.pool
+            target = self._host if kind is CopyKind.OUT else self._cache.pool
             self._copy(source, target, list(group))
 
     def _copy(self, source: Tensor, target: Tensor, copies: list[BlockCopy]) -> None:

@@ -61,11 +61,7 @@ class KVCache:
         )
         self.block_dim = 3 if heads_outside else 2
         self.block_size = block_size
-        # [N, block_size, H_kv, D] per layer, whatever the physical order.
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (_logical(layer[0], heads_outside), _logical(layer[1], heads_outside))
-            for layer in self.pool
-        ]
+        self.layers = _layers(self.pool, heads_outside)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks before their new owner writes them.
@@ -74,6 +70,29 @@ class KVCache:
         """
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
         self.pool.index_fill_(self.block_dim, index, 0)
+
+    def resize(self, num_blocks: int) -> None:
+        """Keep the first `num_blocks` blocks, or add as many as are missing.
+
+        Goes through host memory: the device never holds the old pool and the new one at once,
+        since this is called when its memory is short.
+        """
+        num_kept = min(num_blocks, self.pool.shape[self.block_dim])
+        kept = self.pool.narrow(self.block_dim, 0, num_kept).to("cpu", copy=True)
+        shape, device = list(self.pool.shape), self.pool.device
+        shape[self.block_dim] = num_blocks
+        dtype = self.pool.dtype
+        del self.pool, self.layers
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.pool.narrow(self.block_dim, 0, num_kept).copy_(kept)
+        self.layers = _layers(self.pool, heads_outside=self.block_dim == 3)
+
+
+def _layers(pool: Tensor, heads_outside: bool) -> list[tuple[Tensor, Tensor]]:
+    """K and V of each layer as [N, block_size, H_kv, D], whatever the physical order."""
+    return [(_logical(k, heads_outside), _logical(v, heads_outside)) for k, v in pool]
 
 
 def size_kv_cache(

@@ -15,12 +15,20 @@ from torch import Tensor
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import Admission, ModelInfo, ScheduledRow, StepPlan, StepResult
+from cb_backend.core.step_io import (
+    Admission,
+    ModelInfo,
+    PoolResize,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
 from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
+from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
 from cb_backend.runtime.sampler import sample
@@ -85,6 +93,17 @@ class ModelRunner:
         self._batch.append(inputs.batch_rows[sound], tokens[sound])
         return _step_result(inputs.request_ids, tokens.tolist(), sound.tolist())
 
+    def resize(self, change: PoolResize) -> None:
+        """See `Executor.resize`."""
+        with torch.inference_mode():
+            self._copier.run(change.copies)
+            self._cache.resize(change.num_blocks)
+        self._batch.rename_blocks(change.moved)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody uses."""
+        return available_bytes(self._device, memory_fraction=1.0)
+
     def warm_up(self) -> None:
         """One step of two requests, long enough to meet both kinds of attention."""
         num_tokens = min(8, self._info.max_model_len)
@@ -144,6 +163,7 @@ def _model_info(
         num_blocks=cache_spec.num_blocks,
         block_size=cache_spec.block_size,
         bytes_per_block=cache_spec.bytes_per_block,
+        window=model.geometry.window,
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
         attention=attention_path(device.type),

@@ -6,6 +6,7 @@ Engine thread. Host memory only (numpy); the runner moves a step's inputs to the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,13 @@ class TokenBatch:
             self._admit(admission)
         fresh = [block_id for row in plan.rows for block_id in self._extend(row)]
         return self._gather(plan.rows, fresh)
+
+    def rename_blocks(self, moved: Mapping[int, int]) -> None:
+        """The contents of some blocks now lie in others."""
+        table = self._block_table
+        for row in self._row_of.values():
+            num_blocks = self._num_blocks[row]
+            table[row, :num_blocks] = [moved.get(b, b) for b in table[row, :num_blocks].tolist()]
 
     def append(self, batch_rows: Ints, token_ids: Ints) -> None:
         """The next token of each of these rows, just sampled."""

@@ -13,44 +13,35 @@ T = TypeVar("T")
 async def interleave(
     sources: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items with their source's index. The first error ends all; so does leaving early."""
-    if len(sources) == 1:
+    """Items with their source's index. The first error ends all; so does leaving early.
+
+    Each source is asked for one item at a time, and none is asked twice before the others were
+    heard: a consumer that is slow holds them up, and they merge what nobody reads.
+    """
+    if len(sources) == 1:  # nearly always; no task for each item then
         async with aclosing(sources[0]) as source:
             async for item in source:
                 yield 0, item
         return
-    # Room for one: a slow consumer holds up the sources, and they merge what nobody reads.
-    arrivals: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
-    tasks = [
-        asyncio.ensure_future(_read(index, source, arrivals))
-        for index, source in enumerate(sources)
-    ]
+    waiting = {_ask(source): index for index, source in enumerate(sources)}
     try:
-        running = len(tasks)
-        while running:
-            arrival = await arrivals.get()
-            if isinstance(arrival, Exception):
-                raise arrival
-            if arrival is None:
-                running -= 1
-            else:
-                yield arrival
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[_ask(sources[index])] = index
+                yield index, item
     finally:
-        for task in tasks:
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
 
 
-async def _read(
-    index: int,
-    source: AsyncGenerator[T, None],
-    arrivals: asyncio.Queue[tuple[int, T] | Exception | None],
-) -> None:
-    try:
-        async with aclosing(source):
-            async for item in source:
-                await arrivals.put((index, item))
-    except Exception as error:
-        await arrivals.put(error)
-    else:
-        await arrivals.put(None)
+def _ask(source: AsyncGenerator[T, None]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(anext(source))

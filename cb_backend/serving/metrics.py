@@ -72,7 +72,8 @@ class EngineMetrics:
         for reason in FinishReason:
             self._finished.labels(reason.value)  # shown as 0 until it happens
         self._totals: list[tuple[Counter, Callable[[EngineStats], int]]] = [
-            (counter("cb_prompt_tokens", "Prompt tokens of started requests"), _prompt_tokens),
+            (counter("cb_prompt_tokens", "Prompt tokens of all requests taken in"), _prompt_tokens),
+            (counter("cb_computed_tokens", "Tokens that went through the model"), _computed_tokens),
             (counter("cb_generation_tokens", "Output tokens"), _generated_tokens),
             (counter("cb_prefix_cached_tokens", "Prompt tokens found in cache"), _cached_tokens),
             (counter("cb_preemptions", "Requests that lost their blocks"), _preemptions),
@@ -131,6 +132,10 @@ class RequestTimer:
 
 def _prompt_tokens(stats: EngineStats) -> int:
     return stats.prompt_tokens
+
+
+def _computed_tokens(stats: EngineStats) -> int:
+    return stats.computed_tokens
 
 
 def _generated_tokens(stats: EngineStats) -> int:

@@ -22,6 +22,7 @@ def make_limits(
     max_prefill_chunk: int = 16,
     enable_prefix_caching: bool = True,
     num_host_blocks: int = 0,
+    window: int | None = None,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=num_blocks,
@@ -31,6 +32,7 @@ def make_limits(
         max_prefill_chunk=max_prefill_chunk,
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
+        window=window,
     )
 
 
@@ -39,7 +41,9 @@ class Driver:
 
     def __init__(self, limits: SchedulerLimits, policy: Policy | None = None) -> None:
         self.scheduler = Scheduler(limits, policy or Policy())
-        info = make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        info = make_model_info(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, window=limits.window
+        )
         self.executor = ShadowExecutor(
             info, next_token=next_by_hashing, num_host_blocks=limits.num_host_blocks
         )

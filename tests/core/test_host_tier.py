@@ -36,7 +36,7 @@ def test_a_block_whose_copy_failed_is_free_again() -> None:
     tier = HostTier(1)
     block = tier.put(b"a")
     assert block is not None
-    tier.discard(block)
+    tier.discard({block})
     assert b"a" not in tier
     assert tier.put(b"b") == block
     with pytest.raises(KeyError):

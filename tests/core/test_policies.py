@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cb_backend.config import EngineConfig
 from cb_backend.core.policies import (
     POLICIES,
     DeadlinePolicy,
@@ -13,7 +14,7 @@ from cb_backend.core.policies import (
     Key,
     Policy,
     PriorityPolicy,
-    make_policy,
+    policy_of,
 )
 from cb_backend.core.request import Request
 from cb_backend.errors import ConfigError
@@ -23,12 +24,12 @@ from tests.fakes import make_request, next_by_hashing, solo_output
 
 def test_an_unknown_policy_is_refused_with_the_names_of_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="deadline, fair, fcfs, priority, got 'lifo'"):
-        make_policy("lifo", ageing_s=1.0, weights={})
+        policy_of(EngineConfig(model="m"), "lifo")
 
 
 def test_every_policy_goes_by_the_name_it_is_registered_under() -> None:
     for name in POLICIES:
-        assert make_policy(name, ageing_s=1.0, weights={}).name == name
+        assert policy_of(EngineConfig(model="m"), name).name == name
 
 
 class TestPriority:
@@ -218,7 +219,7 @@ def test_changing_to_a_policy_at_run_time_orders_anew_and_loses_nothing(name: st
             )
         )
     driver.step()
-    driver.scheduler.roster.use(make_policy(name, ageing_s=1.0, weights={}))
+    driver.scheduler.roster.use(policy_of(EngineConfig(model="m"), name))
     driver.run()
     for request_id, prompt in prompts.items():
         assert driver.output[request_id] == solo_output(prompt, 6, next_by_hashing)

@@ -11,6 +11,7 @@ import pytest
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.step_io import StepPlan
+from cb_backend.engine.controls import resize_kv_pool, use_policy
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.recorder import open_recorder
 from cb_backend.errors import ConfigError
@@ -199,12 +200,16 @@ def test_failed_steps_and_failed_rows_are_noted(
     assert [step["failed"] for step in lines_of(path, "step")] == [True, [1]]
 
 
-def test_a_change_of_the_policy_is_noted(tmp_path: Path, make_engine: RecordedEngines) -> None:
+def test_a_change_of_policy_or_pool_is_noted(tmp_path: Path, make_engine: RecordedEngines) -> None:
     path = tmp_path / "run.jsonl"
     engine = make_engine(path)
-    engine.use_policy("fair")
+    use_policy(engine, "fair")
+    resize_kv_pool(engine, 70)
     engine.close()
-    assert lines_of(path, "change") == [{"kind": "change", "what": "policy", "to": "fair"}]
+    assert lines_of(path, "change") == [
+        {"kind": "change", "what": "policy", "to": "fair"},
+        {"kind": "change", "what": "num_blocks", "to": 70},
+    ]
 
 
 def test_what_lives_when_the_engine_closes_is_written_without_a_reason(

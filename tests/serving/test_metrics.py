@@ -29,6 +29,7 @@ STATS = EngineStats(
     preemptions=1,
     prompt_tokens=100,
     generated_tokens=40,
+    computed_tokens=124,
     cached_tokens=16,
     finished={FinishReason.STOP: 4, FinishReason.ABORT: 5},
 )
@@ -45,6 +46,7 @@ STATS = EngineStats(
         ("vllm:kv_cache_usage_perc", 0.5),
         ("cb_prompt_tokens_total", 100),
         ("cb_generation_tokens_total", 40),
+        ("cb_computed_tokens_total", 124),
         ("cb_prefix_cached_tokens_total", 16),
         ("cb_preemptions_total", 1),
         ("cb_steps_total", 10),

@@ -29,6 +29,7 @@ from tests.fakes import make_model_info
 from tests.serving.conftest import (
     CONTEXT,
     MODEL,
+    Gate,
     Script,
     chat,
     completion,
@@ -194,7 +195,10 @@ async def test_a_stop_string_ends_the_request_in_the_engine(
     http: httpx.AsyncClient, engine: AsyncEngine, script: Script
 ) -> None:
     script.say("the quick brown fox " * 20)
+    gate = Gate()
+    script.before_step = lambda plan: gate(plan) if engine.stats().generated_tokens >= 9 else None
     answer = await whole(http, CHAT, chat(stop=" quick"))
+    gate.open()
     used = answer["usage"]["completion_tokens"]
     assert script.tokenizer.decode(script.token_ids[:used]).endswith(" quick")
     await until_idle(engine)

@@ -115,8 +115,8 @@ MUTANTS = (
     ),
     Mutant(
         "a failed step's copies to the host are believed",
-        "cb_backend.core.kv_blocks",
-        "self.host.discard(copy.target)",
+        "cb_backend.core.scheduler",
+        "self.blocks.host.discard(out)",
         "pass",
     ),
     Mutant(

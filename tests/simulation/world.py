@@ -17,12 +17,14 @@ from cb_backend.config import EngineConfig
 from cb_backend.core.policies import POLICIES
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import BlockCopy, CopyKind, StepPlan, TokenEvent
+from cb_backend.core.step_io import BlockCopy, CopyKind, PoolResize, StepPlan, TokenEvent
+from cb_backend.engine.controls import resize_kv_pool, use_policy
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.recorder import Recorder
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing, solo_output
 
 NUM_EVENTS = 60
+MOST_TOKENS = 44  # of a prompt and its output
 POLICY_NAMES = sorted(POLICIES)
 AGEING_S = 20.0  # the simulated clock counts steps
 WEIGHTS = {"a": 1.0, "b": 2.0}
@@ -42,6 +44,7 @@ class Limits:
     enable_prefix_caching: bool
     num_host_blocks: int
     policy: str
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Submit:
     tenant: str
     deadline: float
     fork_of: str | None
+    pin_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,13 @@ class UsePolicy:
     policy: str
 
 
-Event = Submit | Abort | FailStep | FailRow | UsePolicy
+@dataclass(frozen=True, slots=True)
+class Resize:
+    steps_before: int
+    num_blocks: int
+
+
+Event = Submit | Abort | FailStep | FailRow | UsePolicy | Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +138,11 @@ def draw(seed: int) -> Scenario:
             events.append(Abort(steps, rng.choice(names[-8:])))
         elif kind < 0.93:
             events.append(FailRow(steps, rng.choice(names[-8:])))
-        elif kind < 0.96:
+        elif kind < 0.95:
             events.append(UsePolicy(steps, rng.choice(POLICY_NAMES)))
+        elif kind < 0.97:
+            fewest = -(-MOST_TOKENS // limits.block_size)
+            events.append(Resize(steps, fewest + rng.choice([0, 0, 1, 5, 30])))
         else:
             events.append(FailStep(steps))
     return Scenario(seed, limits, tuple(events))
@@ -142,13 +155,14 @@ def _draw_limits(rng: random.Random) -> Limits:
     return Limits(
         block_size=block_size,
         # From barely enough for the largest request to room for all.
-        num_blocks=-(-44 // block_size) + rng.choice([0, 1, 3, 10, 60]),
+        num_blocks=-(-MOST_TOKENS // block_size) + rng.choice([0, 1, 3, 10, 60]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_prefill_chunk=rng.randint(1, budget),
         enable_prefix_caching=rng.random() < 0.8,
         num_host_blocks=rng.choice([0, 1, 3, 12, 40]),
         policy=rng.choice(POLICY_NAMES),
+        window=rng.choice([None, None, 2, 5, 17]),
     )
 
 
@@ -158,7 +172,7 @@ def _draw_submit(
     head = list(rng.choice(prefixes)[: rng.randint(0, 16)])
     tail = [rng.randrange(4) for _ in range(rng.randint(0, 8))]
     prompt = tuple(head + tail) or (0,)
-    max_tokens = rng.randint(1, 44 - len(prompt))
+    max_tokens = rng.randint(1, MOST_TOKENS - len(prompt))
     stops: tuple[int, ...] = ()
     if rng.random() < 0.4:
         output = solo_output(prompt, max_tokens, next_by_hashing)
@@ -174,12 +188,13 @@ def _draw_submit(
         tenant=rng.choice("abc"),
         deadline=rng.choice([math.inf, rng.uniform(0, 400)]),
         fork_of=None,
+        pin_s=rng.choice([0.0, 0.0, 0.0, 30.0, 1e9]),
     )
 
 
-def expected_end(submit: Submit) -> tuple[list[int], FinishReason]:
+def expected_end(submit: Submit, window: int | None) -> tuple[list[int], FinishReason]:
     """What the request brings if nobody aborts it and no step fails."""
-    output = solo_output(submit.prompt, submit.max_tokens, next_by_hashing)
+    output = solo_output(submit.prompt, submit.max_tokens, next_by_hashing, window)
     for index, token_id in enumerate(output):
         if token_id in submit.stop_token_ids:
             return output[: index + 1], FinishReason.STOP
@@ -202,8 +217,14 @@ class World:
         self._salt_of_host_block: dict[int, str] = {}
         self._tables: dict[str, list[int]] = {}
         self._fail_next_step = False
+        self._resized = False  # since the last step
         self.executor = ShadowExecutor(
-            make_model_info(num_blocks=limits.num_blocks, block_size=limits.block_size),
+            make_model_info(
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                window=limits.window,
+                max_model_len=MOST_TOKENS,
+            ),
             next_token=next_by_hashing,
             before_step=self._before_step,
             num_host_blocks=limits.num_host_blocks,
@@ -244,7 +265,10 @@ class World:
                 if name in self.engine.scheduler.running:
                     raise SimulationError(f"{name} runs on after its abort")
             case UsePolicy(policy=policy):
-                self.engine.use_policy(policy)
+                use_policy(self.engine, policy)
+            case Resize(num_blocks=num_blocks):
+                resize_kv_pool(self.engine, num_blocks)
+                self._follow_resize(self.executor.resizes[-1])
             case FailStep():
                 self._fail_next_step = self.engine.has_work
             case FailRow(name=name):
@@ -269,6 +293,7 @@ class World:
     def _before_step(self, plan: StepPlan) -> None:
         self._check_admissions(plan)
         self._check_salts(plan)
+        self._resized = False
         if self._fail_next_step:
             self._fail_next_step = False
             self.may_fail |= {row.request_id for row in plan.rows}
@@ -276,7 +301,8 @@ class World:
 
     def _check_admissions(self, plan: StepPlan) -> None:
         admitted = [admission.request_id for admission in plan.admitted]
-        if again := set(admitted) & set(plan.retired):
+        again = set(admitted) & set(plan.retired)
+        if again and not self._resized:
             raise SimulationError(f"{again} lost their blocks and got new ones in one step")
         for waiting in self.engine.scheduler.waiting:
             for name in admitted:
@@ -312,7 +338,9 @@ class World:
             table, salt = self._tables[row.request_id], self.submits[row.request_id].salt
             table += row.new_block_ids
             first = row.num_computed_tokens // block_size
-            for block_id in table[:first]:
+            window = self.scenario.limits.window or row.num_computed_tokens + 1
+            seen = max(row.num_computed_tokens - window + 1, 0) // block_size
+            for block_id in table[seen:first]:
                 if self._salt_of_block[block_id] != salt:
                     raise SimulationError(f"{row.request_id} reads a block of another salt")
             for block_id in table[first:]:
@@ -322,6 +350,13 @@ class World:
         source = self._salt_of_host_block if copy.kind is CopyKind.IN else self._salt_of_block
         target = self._salt_of_host_block if copy.kind is CopyKind.OUT else self._salt_of_block
         target[copy.target] = source[copy.source]
+
+    def _follow_resize(self, change: PoolResize) -> None:
+        self._resized = True
+        for copy in change.copies:
+            self._follow_salt(copy)
+        for table in self._tables.values():
+            table[:] = [change.moved.get(block_id, block_id) for block_id in table]
 
     def _check_budget(self, plan: StepPlan) -> None:
         """Once more from outside, where a mutated invariant cannot look away."""
@@ -354,15 +389,17 @@ class World:
             raise SimulationError(f"{sorted(missing)} never ended")
         for name, submit in self.submits.items():
             self._check_output(name, submit)
-        pool = self.engine.scheduler.blocks.pool
-        if pool.num_available != pool.num_blocks:
-            raise SimulationError(f"{pool.num_in_use} blocks in use when all is done")
+        blocks = self.engine.scheduler.blocks
+        while blocks.pins.drop_oldest():
+            pass
+        if blocks.pool.num_available != blocks.pool.num_blocks:
+            raise SimulationError(f"{blocks.pool.num_in_use} blocks in use when all is done")
         if sum(self.engine.stats().finished.values()) != len(self.submits):
             raise SimulationError("the counts of endings disagree")
 
     def _check_output(self, name: str, submit: Submit) -> None:
         output, reason = self.output[name], self.ended[name]
-        expected, expected_reason = expected_end(submit)
+        expected, expected_reason = expected_end(submit, self.scenario.limits.window)
         aborted = reason is FinishReason.ABORT and name in self.aborted
         if aborted or (reason is FinishReason.ERROR and name in self.may_fail):
             expected, expected_reason = expected[: len(output)], reason
@@ -388,6 +425,7 @@ def _request_of(submit: Submit, arrival: float) -> Request:
         tenant=submit.tenant,
         deadline=submit.deadline,
         fork_of=submit.fork_of,
+        pin_s=submit.pin_s,
     )
 
 

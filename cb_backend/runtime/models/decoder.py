@@ -46,6 +46,7 @@ class Decoder(nn.Module):
             head_dim=self.spec.head_dim,
             vocab_size=self.spec.vocab_size,
             max_context=self.spec.max_context,
+            window=self.spec.window,
         )
 
     @property

@@ -18,6 +18,7 @@ class ModelGeometry:
     head_dim: int
     vocab_size: int
     max_context: int  # tokens
+    window: int | None = None  # tokens that the widest layer reaches back; None: to the first
 
 
 class Attention(Protocol):

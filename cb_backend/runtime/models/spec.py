@@ -73,6 +73,14 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the widest layer's attention reaches back; None: to the first."""
+        windows = [layer.sliding_window for layer in self.layers]
+        bounded = [window for window in windows if window is not None]
+        return max(bounded) if bounded and len(bounded) == len(windows) else None
+
     attention_soft_cap: float | None = None
 
 

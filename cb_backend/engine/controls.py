@@ -1,0 +1,57 @@
+"""What may be asked of a running engine besides steps. Engine thread, between two steps; other
+threads get here through `EngineThread.call`."""
+
+from __future__ import annotations
+
+import logging
+
+from cb_backend.core.explain import RequestView, explain
+from cb_backend.core.policies import policy_of
+from cb_backend.core.pool_resize import MemoryPolicy, resize_pool
+from cb_backend.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def use_policy(engine: Engine, name: str) -> None:
+    """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
+    engine.assert_thread()
+    engine.scheduler.roster.use(policy_of(engine.config, name))
+    engine.recording.changed("policy", name)
+
+
+def explain_requests(engine: Engine) -> list[RequestView]:
+    """Every live request: where it stands, what it waits for, and an estimate."""
+    engine.assert_thread()
+    return explain(engine.scheduler, engine.rates, engine.clock())
+
+
+def resize_kv_pool(engine: Engine, num_blocks: int) -> None:
+    """Grow or shrink the pool. Raises InvalidRequestError below what one request may need."""
+    engine.assert_thread()
+    change = resize_pool(engine.scheduler, num_blocks, fewest=_fewest(engine))
+    engine.recording.changed("num_blocks", num_blocks)
+    engine.executor.resize(change)
+    logger.info("the KV pool now has %d blocks", num_blocks)
+
+
+def mind_neighbours(engine: Engine) -> None:
+    """Give memory to whoever else needs it on the device, or take it back."""
+    engine.assert_thread()
+    if engine.config.min_free_gib is None:
+        return
+    info = engine.executor.model_info
+    policy = MemoryPolicy(
+        min_free_bytes=int(engine.config.min_free_gib * 2**30),
+        fewest=_fewest(engine),
+        most=info.num_blocks,
+        bytes_per_block=info.bytes_per_block,
+    )
+    num_blocks = engine.scheduler.blocks.pool.num_blocks
+    wanted = policy.choose(num_blocks, engine.executor.free_bytes())
+    if wanted != num_blocks:
+        resize_kv_pool(engine, wanted)
+
+
+def _fewest(engine: Engine) -> int:
+    return engine.scheduler.blocks.blocks_for(engine.executor.model_info.max_model_len - 1)

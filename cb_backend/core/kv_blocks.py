@@ -67,7 +67,7 @@ class KVBlocks:
         for digest in digests[len(shared) :]:
             if digest not in self.host:
                 break
-            swapped.append(self.host.touch(digest))
+            swapped.append(self.host.find(digest))
         num_tokens = (len(shared) + len(swapped)) * self.block_size
         return Found(shared, swapped, None, num_tokens)
 
@@ -85,6 +85,8 @@ class KVBlocks:
         # Each allocation may evict a block into the host tier; it must not land on one that is
         # about to be read. Copies run in the order in which they are written down.
         self.host.pinned = frozenset(request.block_hashes) if found.swapped else frozenset()
+        for digest in request.block_hashes[len(found.shared) :][: len(found.swapped)]:
+            self.host.touch(digest)
         for host_block in found.swapped:
             self._append_copy(request, CopyKind.IN, host_block)
         self.host.pinned = frozenset()

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from cb_backend.engine.controls import explain_requests
+from cb_backend.engine.recorder import open_recorder
 from cb_backend.errors import RecordingError
 from cb_backend.planning.recording import read_recording
 from cb_backend.planning.replay import Replay, Replayed
 from tests.planning.recorded import record_simulation, record_two_requests
+from tests.simulation.world import World, draw
 
 Line = dict[str, Any]
 NUM_SEEDS = 60
@@ -169,3 +172,17 @@ def test_a_change_that_this_version_cannot_make_is_refused(tmp_path: Path) -> No
     path.write_text(path.read_text() + '{"kind":"change","what":"gravity","to":"0"}\n')
     with pytest.raises(RecordingError, match="changes 'gravity'"):
         play(path)
+
+
+def test_asking_what_requests_wait_for_changes_no_decision(tmp_path: Path) -> None:
+    class Curious(World):
+        def _step(self) -> None:
+            explain_requests(self.engine)
+            super()._step()
+
+    for seed in range(NUM_SEEDS):
+        path = tmp_path / f"{seed}.jsonl"
+        world = Curious(draw(seed), open_recorder(str(path)))
+        world.play()
+        world.engine.close()
+        assert play(path) == Replayed(world.engine.recorder.steps), f"seed {seed}"

@@ -47,5 +47,5 @@ clean:
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt setuptools
-	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[default-model,dev]'
+	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[default-model,dev,plan]'
 	@touch $@

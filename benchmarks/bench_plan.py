@@ -1,11 +1,11 @@
 """How well a plan foretells a run: TTFT, ITL and throughput, predicted and measured.
 
-    python benchmarks/bench_plan.py [--rate R] [--requests N]
+    python benchmarks/bench_plan.py [--rate R] [--requests N] [--rounds N]
 
-The engine serves two workloads of Poisson arrivals, recorded. A cost model is fitted to the first
-alone; the second, of other arrivals and other lengths, is then predicted from its arrivals and
-compared. Takes the CB_* settings; without CB_MODEL it takes the default model. Needs a machine
-that does nothing else. Appends to results/plan.jsonl.
+The engine serves Poisson arrivals in rounds, recorded. A cost model is fitted to every other round;
+those between, of other arrivals and other lengths, are then predicted from their arrivals and
+compared. In turns, because a shared machine is not as fast in one minute as in the next. Takes the
+CB_* settings; without CB_MODEL it takes the default model. Appends to results/plan.jsonl.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dataclasses
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from bench_engine import config, load
 from workload import OUTPUT_TOKENS, PROMPT_TOKENS, TOKEN_IDS
 
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.planning.capacity import Prediction, percentiles, predict
-from cb_backend.planning.cost_model import fit
-from cb_backend.planning.recording import Recording, read_recording
+from cb_backend.planning.capacity import percentiles
+from cb_backend.planning.cost_model import CostModel, fit
+from cb_backend.planning.recording import Arrival, Recording, read_recording
 from cb_backend.planning.replay import Replay
 from cb_backend.planning.report import describe_cost
-from cb_backend.planning.trace import Trace, trace_of
+from cb_backend.planning.trace import trace_of
+from cb_backend.planning.virtual_replica import VirtualReplica
 from cb_backend.serving.async_engine import AsyncEngine
 from cb_backend.serving.engine_client import GenerateRequest
 
@@ -62,10 +64,6 @@ class Measured:
     seconds: float  # from the first arrival to the last token
     num_output_tokens: int
 
-    def as_prediction(self) -> Prediction:
-        rate = self.num_output_tokens / self.seconds
-        return Prediction(1, percentiles(self.ttft_s), percentiles(self.gaps_s), rate, rate)
-
 
 async def serve(engine: AsyncEngine, workload: Workload) -> Measured:
     started = time.monotonic()
@@ -93,38 +91,49 @@ async def serve(engine: AsyncEngine, workload: Workload) -> Measured:
     )
 
 
-async def run_recorded(workload: Workload, path: Path) -> Measured:
-    """A new engine for each run: its cache is cold and its file its own."""
+async def run_rounds(workloads: Sequence[Workload], path: Path) -> list[Measured]:
+    """Each round starts on an idle engine; no two prompts begin alike."""
     engine = await load(dataclasses.replace(config(), record=str(path)))
-    measured = await serve(engine, workload)
+    measured = [await serve(engine, workload) for workload in workloads]
     engine.close()
     return measured
 
 
-def read_back(path: Path) -> Recording:
-    recording = read_recording(path)
-    replayed = Replay(recording).play()
-    assert not replayed.difference, replayed.difference
-    print(f"{path.stat().st_size} bytes recorded, {replayed.num_steps} steps replay identically")
-    return recording
+def split(recording: Recording, workloads: Sequence[Workload]) -> list[Recording]:
+    """The rounds, without the warm-up before them."""
+    starts = [i for i, entry in enumerate(recording.entries) if isinstance(entry, Arrival)]
+    counts = [len(workload.requests) for workload in workloads]
+    firsts = [starts[sum(counts[i:]) * -1] for i in range(len(counts))]
+    return [
+        Recording(recording.header, recording.entries[first:last])
+        for first, last in pairwise([*firsts, len(recording.entries)])
+    ]
 
 
-def without_warm_up(recording: Recording, workload: Workload) -> Trace:
-    """The trace of the workload alone: what came before it warmed the engine up."""
-    trace = trace_of(recording)
-    return dataclasses.replace(trace, requests=trace.requests[-len(workload.requests) :])
-
-
-def compare(predicted: Prediction, measured: Prediction) -> dict[str, dict[str, float]]:
+def compare(
+    recordings: Sequence[Recording], measured: Sequence[Measured], cost: CostModel
+) -> dict[str, dict[str, float]]:
+    """Rounds one by one on the virtual clock, then all their requests together."""
+    header = recordings[0].header
+    served, seconds = [], 0.0
+    for recording in recordings:
+        trace = trace_of(recording)
+        of_round = VirtualReplica(header, cost, trace.block_size).run(trace.requests)
+        served += of_round
+        seconds += max(request.times[-1] for request in of_round) - trace.requests[0][0].time
+    num_output_tokens = sum(run.num_output_tokens for run in measured)
+    ttft = percentiles([request.ttft for request in served])
+    itl = percentiles([gap for request in served for gap in request.gaps])
+    true_ttft = percentiles([value for run in measured for value in run.ttft_s])
+    true_itl = percentiles([value for run in measured for value in run.gaps_s])
     pairs = {
-        f"{name} p{share} ms": (1e3 * ours[share], 1e3 * theirs[share])
-        for name, ours, theirs in (
-            ("TTFT", predicted.ttft_s, measured.ttft_s),
-            ("ITL", predicted.itl_s, measured.itl_s),
-        )
-        for share in ours
+        **{f"TTFT p{n} ms": (1e3 * ttft[n], 1e3 * true_ttft[n]) for n in ttft},
+        **{f"ITL p{n} ms": (1e3 * itl[n], 1e3 * true_itl[n]) for n in itl},
+        "output tok/s": (
+            num_output_tokens / seconds,
+            num_output_tokens / sum(run.seconds for run in measured),
+        ),
     }
-    pairs["output tok/s"] = (predicted.output_tokens_per_s, measured.output_tokens_per_s)
     return {
         name: {"predicted": guess, "measured": truth, "off": guess / truth - 1}
         for name, (guess, truth) in pairs.items()
@@ -140,31 +149,32 @@ def show(compared: dict[str, dict[str, float]]) -> None:
         )
 
 
-async def bench(rate: float, num_requests: int) -> None:
-    workloads = [Workload.draw(seed, num_requests, rate) for seed in (1, 2)]
-    with tempfile.TemporaryDirectory() as name:
-        paths = [Path(name) / f"{index}.jsonl" for index in range(2)]
-        runs = []
-        for workload, path in zip(workloads, paths, strict=True):
-            measured = await run_recorded(workload, path)
-            runs.append((measured, read_back(path)))
-    cost = fit(runs[0][1])
+def bench(rate: float, num_requests: int, num_rounds: int) -> None:
+    workloads = [Workload.draw(seed, num_requests, rate) for seed in range(num_rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        measured = asyncio.run(run_rounds(workloads, path))
+        recording, num_bytes = read_recording(path), path.stat().st_size
+    replayed = Replay(recording).play()
+    assert not replayed.difference, replayed.difference
+    print(f"{num_bytes} bytes recorded, {replayed.num_steps} steps replay identically")
+    rounds = split(recording, workloads)
+    entries = [entry for of_round in rounds[::2] for entry in of_round.entries]
+    cost = fit(Recording(recording.header, tuple(entries)))
     print(describe_cost(cost))
-    results = {}
-    for (measured, recording), workload, title in zip(
-        runs, workloads, ("the run that was fitted", "the run that was not seen"), strict=True
-    ):
-        predicted = predict(without_warm_up(recording, workload), recording.header, cost, 1)
-        results[title] = compare(predicted, measured.as_prediction())
-        print(title)
-        show(results[title])
+    print("rounds that were fitted")
+    show(compare(rounds[::2], measured[::2], cost))
+    print("rounds that were not seen")
+    compared = compare(rounds[1::2], measured[1::2], cost)
+    show(compared)
     file = record.append(
         "plan",
         {
             "rate": rate,
             "requests": num_requests,
+            "rounds": num_rounds,
             "cost": dataclasses.asdict(cost),
-            "compared": results["the run that was not seen"],
+            "compared": compared,
         },
     )
     print(f"appended to {file.relative_to(record.ROOT)}")
@@ -172,7 +182,8 @@ async def bench(rate: float, num_requests: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=1.5, help="requests per second (default 1.5)")
-    parser.add_argument("--requests", type=int, default=80, help="of each run (default 80)")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests per second (default 1)")
+    parser.add_argument("--requests", type=int, default=20, help="of each round (default 20)")
+    parser.add_argument("--rounds", type=int, default=6, help="half of them fitted (default 6)")
     arguments = parser.parse_args()
-    asyncio.run(bench(arguments.rate, arguments.requests))
+    bench(arguments.rate, arguments.requests, arguments.rounds)

@@ -17,6 +17,8 @@ from cb_backend.errors import RecordingError
 from cb_backend.planning.recording import Recording
 
 FEWEST_STEPS = 20  # to fit to
+NUM_QUANTILES = 100  # that keep how far steps lie around their price
+NUM_REWEIGHTINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class CostModel:
     """Seconds of a step: the sum over its work, each kind at its price. No price is negative."""
 
     seconds: tuple[float, ...]  # per unit of each of FEATURES
+    spread: tuple[float, ...] = (1.0,)  # equally likely ratios of a step to its price; mean 1
     between_s: float = 0.0  # from a step's end to the start of the next, while there is work
     source: str = ""  # where the prices come from, for a person
 
@@ -87,7 +90,7 @@ def read_profile(path: Path) -> tuple[CostModel, Json]:
     if not prices or not all(math.isfinite(p) and p >= 0 for p in [*prices.values(), between_s]):
         raise RecordingError(f"{path} must price its steps, with numbers of 0 or more")
     seconds = tuple(prices.get(name, 0.0) for name in FEATURES)
-    return CostModel(seconds, between_s, f"profile {path.name}"), limits
+    return CostModel(seconds, between_s=between_s, source=f"profile {path.name}"), limits
 
 
 def fit(recording: Recording) -> CostModel:
@@ -98,13 +101,16 @@ def fit(recording: Recording) -> CostModel:
             f"{len(works)} recorded steps are too few to fit a cost model to, at least"
             f" {FEWEST_STEPS} are needed; name a profile"
         )
-    matrix = np.array([work.amounts for work in works])
-    prices = _without_negatives(matrix, np.array(seconds))
-    off = np.abs(matrix @ prices / seconds - 1)
+    matrix, measured = np.array([work.amounts for work in works]), np.array(seconds)
+    prices = _prices(matrix, measured)
+    ratios = measured / (matrix @ prices)
+    off = np.median(abs(ratios - 1))
+    quantiles = np.quantile(ratios, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
     return CostModel(
-        tuple(prices.tolist()),
-        _median_gap(recording),
-        f"fitted to {len(works)} steps, off by {np.median(off):.0%} at the median",
+        seconds=tuple(prices.tolist()),
+        spread=tuple((quantiles / quantiles.mean()).tolist()),
+        between_s=_median_gap(recording),
+        source=f"fitted to {len(works)} steps, off by {off:.0%} at the median",
     )
 
 
@@ -125,14 +131,22 @@ def _recorded_steps(recording: Recording) -> tuple[list[StepWork], list[float]]:
     return works, seconds
 
 
-def _without_negatives(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Least squares of relative errors; a feature whose price would be negative is left out."""
-    weighted = matrix / seconds[:, None]  # each step counts alike, short or long
-    ones = np.ones(len(seconds))
+def _prices(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Least squares where each step counts alike, short or long; no price below 0."""
+    expected = np.full(len(seconds), seconds.mean())
+    for _ in range(NUM_REWEIGHTINGS):
+        # By what a step should take: by what it took, the fast ones would count for more.
+        prices = _without_negatives(matrix / expected[:, None], seconds / expected)
+        expected = np.maximum(matrix @ prices, seconds.min())
+    return prices
+
+
+def _without_negatives(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares; a feature whose price would be negative is left out."""
     used = list(range(matrix.shape[1]))
     while True:
-        scale = np.maximum(weighted[:, used].max(axis=0), 1e-30)
-        found, *_ = np.linalg.lstsq(weighted[:, used] / scale, ones, rcond=None)
+        scale = np.maximum(matrix[:, used].max(axis=0), 1e-30)
+        found, *_ = np.linalg.lstsq(matrix[:, used] / scale, wanted, rcond=None)
         if found.min() >= 0 or len(used) == 1:
             prices = np.zeros(matrix.shape[1])
             prices[used] = np.maximum(found / scale, 0.0)

@@ -59,5 +59,6 @@ def answer(predictions: Sequence[Prediction], target: Target) -> str:
         )
         if best > wanted
     ]
-    why = f"; {' and '.join(missed)} stays above" if missed else ""
+    verb = "stay" if len(missed) > 1 else "stays"
+    why = f"; {' and '.join(missed)} {verb} above" if missed else ""
     return f"up to {most} replicas do not hold {target}{why}"

@@ -40,6 +40,7 @@ class EngineConfig:
     max_num_waiting: int = 4096  # requests that may queue; beyond it new ones are refused
     max_waiting_tokens: int | None = None  # prompt tokens that may queue; None: no limit
     enable_prefix_caching: bool = True
+    cache_file: str | None = None  # where the prefix cache is kept between two runs; None: nowhere
     num_host_kv_blocks: int = 0  # blocks in host memory that evicted ones go to; 0: none
 
     policy: PolicyName = "fcfs"  # order of requests; fair is per tenant

@@ -8,6 +8,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.recorder import open_recorder
+from cb_backend.engine.saved_cache import restore_cache
 from cb_backend.serving.async_engine import AsyncEngine
 
 
@@ -24,7 +25,9 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
         # Imports torch and transformers: seconds that the caller's thread need not wait for.
         from cb_backend.runtime.model_runner import load_model_runner
 
-        return Engine(config, load_model_runner(config), clock=time.monotonic, recording=recorder)
+        engine = Engine(config, load_model_runner(config), clock=time.monotonic, recording=recorder)
+        restore_cache(engine)
+        return engine
 
     thread = EngineThread(
         build, step_timeout_s=config.step_timeout_s, drain_timeout_s=config.drain_timeout_s

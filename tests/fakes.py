@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from cb_backend.core.step_io import (
     StepResult,
     TokenEvent,
 )
+from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.errors import ErrorInfo
 
 VOCAB_SIZE = 1000
@@ -42,6 +43,7 @@ def make_model_info(
         eos_token_ids=eos_token_ids,
         num_blocks=num_blocks,
         block_size=block_size,
+        swap_costs=COPYING_IS_FREE,
         bytes_per_block=block_size * 8,
         window=window,
         device="cpu",
@@ -93,6 +95,7 @@ class ShadowExecutor:
         self.fail_rows: set[str] = set()
         self.free = 2**40  # bytes
         self.resizes: list[PoolResize] = []
+        self.saved: dict[str, dict[bytes, list[tuple[int, int]]]] = {}  # by path, for all runs
         self.closed = threading.Event()
         self._next_token = next_token
         self._before_step = before_step
@@ -143,6 +146,17 @@ class ShadowExecutor:
 
     def free_bytes(self) -> int:
         return self.free
+
+    def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
+        self.saved[path] = {digest: list(self._cache[b]) for digest, b in blocks.items()}
+
+    def saved_digests(self, path: str) -> list[bytes]:
+        return list(self.saved.get(path, ()))
+
+    def load_blocks(self, path: str, places: Sequence[tuple[int, int]]) -> None:
+        contents = list(self.saved[path].values()) if places else []
+        for position, block_id in places:
+            self._cache[block_id] = list(contents[position])
 
     def close(self) -> None:
         self.closed.set()

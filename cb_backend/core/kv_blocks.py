@@ -43,6 +43,7 @@ class KVBlocks:
         self.prefix_cache = PrefixCache(self.pool, on_evict=self._swap_out)
         self.host = HostTier(limits.num_host_blocks)
         self.pins = PrefixPins(self.pool)
+        self._swap_costs = limits.swap_costs
         self._window = limits.window
         self._enable_prefix_caching = limits.enable_prefix_caching
         self.copies: list[BlockCopy] = []  # before the next step computes, in this order
@@ -68,6 +69,8 @@ class KVBlocks:
             if digest not in self.host:
                 break
             swapped.append(self.host.find(digest))
+        if not self._swap_costs.copying_pays(len(swapped), self.block_size):
+            swapped = []
         num_tokens = (len(shared) + len(swapped)) * self.block_size
         return Found(shared, swapped, None, num_tokens)
 

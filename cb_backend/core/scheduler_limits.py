@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -14,4 +16,5 @@ class SchedulerLimits:
     max_prefill_chunk: int  # tokens that one request takes of a step that others want too
     enable_prefix_caching: bool
     num_host_blocks: int = 0
+    swap_costs: SwapCosts = COPYING_IS_FREE
     window: int | None = None  # tokens; blocks that fell out of it are never read again

@@ -6,12 +6,14 @@ rank. A plan carries what changed, not the whole batch: the executor keeps a per
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.core.swap_costs import SwapCosts
 from cb_backend.errors import ErrorInfo
 
 
@@ -117,6 +119,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     block_size: int  # tokens per KV block
+    swap_costs: SwapCosts  # measured where there is a host tier
     bytes_per_block: int  # over all layers, K and V
     window: int | None  # tokens that the widest attention reaches back; None: to the first
     device: str
@@ -142,6 +145,18 @@ class Executor(Protocol):
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody uses."""
+        ...
+
+    def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
+        """Write these blocks and their digests to a file. Raises OSError."""
+        ...
+
+    def saved_digests(self, path: str) -> list[bytes]:
+        """What such a file holds, in its order; empty if it is not this model's and layout's."""
+        ...
+
+    def load_blocks(self, path: str, places: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the file, by position, into blocks of the pool: (position, block)."""
         ...
 
     def close(self) -> None: ...

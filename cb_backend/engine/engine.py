@@ -173,6 +173,7 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
         max_prefill_chunk=config.max_prefill_chunk or max(1, config.max_num_batched_tokens // 2),
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=config.num_host_kv_blocks,
+        swap_costs=info.swap_costs,
         window=info.window,
     )
 

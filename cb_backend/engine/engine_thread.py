@@ -20,6 +20,7 @@ from cb_backend.engine.engine import Engine
 from cb_backend.engine.inbox import Abort, Call, Inbox, Stop, Submit
 from cb_backend.engine.lifecycle import EngineStatus, Lifecycle
 from cb_backend.engine.output_queue import OutputQueue, Receiver
+from cb_backend.engine.saved_cache import save_cache
 from cb_backend.engine.watchdog import Watchdog
 from cb_backend.errors import CBError, EngineUnavailableError
 
@@ -103,6 +104,7 @@ class EngineThread:
             self._engine = self._build()
             self.life.advance(EngineStatus.READY)
             self._serve(self._engine)
+            save_cache(self._engine)
             self._engine.close()
         except BaseException as error:  # whatever it was, nobody may wait for ever
             logger.exception("the engine thread ends")

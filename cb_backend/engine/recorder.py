@@ -56,6 +56,9 @@ class Recorder:
     def changed(self, what: str, to: str | int) -> None:
         """A setting that decides has another value from now on."""
 
+    def restored(self, digests: Sequence[bytes], num_blocks: int) -> None:
+        """Before the first step: so many blocks were filled from a file, with these prefixes."""
+
     def stepped(
         self,
         plan: StepPlan,
@@ -150,6 +153,10 @@ class FileRecorder(Recorder):
 
     def changed(self, what: str, to: str | int) -> None:
         self._write("change", {"what": what, "to": to})
+
+    def restored(self, digests: Sequence[bytes], num_blocks: int) -> None:
+        blocks = [self._hash(digest) for digest in digests]
+        self._write("restored", {"blocks": blocks, "num_blocks": num_blocks})
 
     def stepped(
         self,

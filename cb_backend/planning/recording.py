@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from cb_backend.core.recorded_step import FORMAT, Json
 from cb_backend.core.scheduler_limits import SchedulerLimits
+from cb_backend.core.swap_costs import SwapCosts
 from cb_backend.errors import RecordingError
 
 T = TypeVar("T")
@@ -63,6 +64,14 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """Prefixes that came from a file at the start, least recently used first."""
+
+    blocks: tuple[str, ...]  # hashes; none if they could not be read
+    num_blocks: int  # of the pool that were meant for them
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     step: int
     end: float  # seconds, the engine's clock
@@ -80,7 +89,7 @@ class End:
     blocks: tuple[str, ...]  # hashes of the full blocks that followed the prompt's
 
 
-Entry = Arrival | Refused | Abort | Change | Step | End
+Entry = Arrival | Refused | Abort | Change | Restored | Step | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +155,7 @@ def _limits(values: Json) -> SchedulerLimits:
     names = {field.name for field in fields(SchedulerLimits)}
     if unknown := values.keys() - names:
         raise ValueError(f"limits that this version does not know: {', '.join(sorted(unknown))}")
-    return SchedulerLimits(**values)
+    return SchedulerLimits(**{**values, "swap_costs": SwapCosts(**values["swap_costs"])})
 
 
 def _entry(line: Json) -> Entry:
@@ -200,6 +209,7 @@ _READERS: dict[str, Callable[[Json], Entry]] = {
     "refused": _refused,
     "abort": lambda line: Abort(int(line["request"])),
     "change": lambda line: Change(str(line["what"]), line["to"]),
+    "restored": lambda line: Restored(tuple(line["blocks"]), int(line["num_blocks"])),
     "step": _step,
     "end": _end,
 }

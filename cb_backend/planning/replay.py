@@ -27,6 +27,7 @@ from cb_backend.planning.recording import (
     Header,
     Recording,
     Refused,
+    Restored,
     Step,
 )
 from cb_backend.planning.token_ids import TokenIds
@@ -68,6 +69,8 @@ class Replay:
                     difference = self._abort(number)
                 case Change(what, to):
                     difference = self._change(what, to)
+                case Restored():
+                    difference = self._restore(entry)
                 case Step():
                     difference = self._step(entry)
                 case End():
@@ -98,6 +101,21 @@ class Replay:
         if what not in CHANGES:
             raise RecordingError(f"the recording changes {what!r}, which this version cannot")
         CHANGES[what](self.scheduler, self._header, to)
+        return ""
+
+    def _restore(self, restored: Restored) -> str:
+        """As `engine.saved_cache.restore_cache` does."""
+        arrivals = (entry for entry in self._entries if isinstance(entry, Arrival))
+        digest_of = self._token_ids.digests(
+            _all_blocks(arrival, self._ends.get(arrival.number)) for arrival in arrivals
+        )
+        blocks = self.scheduler.blocks
+        block_ids = blocks.pool.allocate(restored.num_blocks)
+        for block, block_id in zip(restored.blocks, block_ids, strict=False):
+            # One that no request had can be called anything: nobody looks for it.
+            blocks.prefix_cache.insert(digest_of.get(block, block.encode()), block_id)
+        for block_id in block_ids:
+            blocks.pool.release([block_id])
         return ""
 
     def _step(self, step: Step) -> str:
@@ -160,7 +178,7 @@ def build_request(
     arrival: Arrival, end: End | None, token_ids: TokenIds
 ) -> tuple[Request, list[int]]:
     """The recorded request with ids of ours, and its sequence as far as max_tokens may take it."""
-    blocks = arrival.blocks if end is None else arrival.blocks + end.blocks
+    blocks = _all_blocks(arrival, end)
     sequence = token_ids.sequence(blocks, arrival.num_prompt_tokens + arrival.max_tokens)
     stop_token_ids: frozenset[int] = frozenset()
     if end is not None and end.reason == "stop":
@@ -183,6 +201,10 @@ def build_request(
         pin_s=arrival.pin_s,
     )
     return request, sequence
+
+
+def _all_blocks(arrival: Arrival, end: End | None) -> tuple[str, ...]:
+    return arrival.blocks if end is None else arrival.blocks + end.blocks
 
 
 def recorded_policy(header: Header, name: str) -> Policy:

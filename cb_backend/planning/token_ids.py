@@ -7,7 +7,9 @@ last one can serve as a stop token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from cb_backend.core.prefix_cache import extend_block_hashes
 
 
 class TokenIds:
@@ -27,6 +29,16 @@ class TokenIds:
             first = number * self._block_size
             token_ids.extend(range(first, first + self._block_size))
         return token_ids[:num_tokens]
+
+    def digests(self, block_lists: Iterable[Sequence[str]]) -> dict[str, bytes]:
+        """What the prefix cache will call each block, given the whole sequences it stands in."""
+        found: dict[str, bytes] = {}
+        for blocks in block_lists:
+            digests: list[bytes] = []
+            token_ids = self.sequence(blocks, len(blocks) * self._block_size)
+            extend_block_hashes(digests, token_ids, block_size=self._block_size, salt="")
+            found.update(zip(blocks, digests, strict=True))
+        return found
 
     def _known(self, block: str) -> int:
         if block not in self._number_of:

@@ -20,6 +20,7 @@ class BlockCopier:
 
     def __init__(self, cache: KVCache, num_host_blocks: int) -> None:
         self._cache = cache
+        self.num_host_blocks = num_host_blocks
         self._dim = cache.block_dim
         shape = list(cache.pool.shape)
         shape[self._dim] = num_host_blocks

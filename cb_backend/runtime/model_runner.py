@@ -6,6 +6,8 @@ Built, used and closed on the engine thread; owns the model, the KV cache and th
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +19,25 @@ from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
     Admission,
+    BlockCopy,
     ModelInfo,
     PoolResize,
     ScheduledRow,
     StepPlan,
     StepResult,
 )
+from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
+from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
 from cb_backend.runtime.sampler import sample
+from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import StepInputs, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -51,6 +57,8 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)
     runner.warm_up()
+    if config.num_host_kv_blocks:
+        runner.learn(measure_swap_costs(runner, info, config.num_host_kv_blocks))
     logger.info("serving %s", info)
     return runner
 
@@ -62,6 +70,7 @@ class ModelRunner:
         self, model: CausalModel, info: ModelInfo, config: EngineConfig, device: torch.device
     ) -> None:
         self._model = model
+        self._folder = Path(config.model)
         self._info = info
         self._device = device
         self._cache = KVCache(
@@ -104,6 +113,21 @@ class ModelRunner:
         """Memory of the device that nobody uses."""
         return available_bytes(self._device, memory_fraction=1.0)
 
+    def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
+        """See `Executor.save_blocks`."""
+        with torch.inference_mode():
+            save_blocks(Path(path), self._fingerprint(), blocks, self._cache)
+
+    def saved_digests(self, path: str) -> list[bytes]:
+        """See `Executor.saved_digests`."""
+        return digests_in(Path(path), self._fingerprint())
+
+    def load_blocks(self, path: str, places: Sequence[tuple[int, int]]) -> None:
+        """See `Executor.load_blocks`."""
+        if places:
+            with torch.inference_mode():
+                load_blocks(Path(path), places, self._cache)
+
     def warm_up(self) -> None:
         """One step of two requests, long enough to meet both kinds of attention."""
         num_tokens = min(8, self._info.max_model_len)
@@ -118,11 +142,25 @@ class ModelRunner:
             self.execute(StepPlan(0, (), (), later))
         self.execute(StepPlan(0, ("warm-up",), (), ()))
 
+    def learn(self, costs: SwapCosts) -> None:
+        """Known only once the runner runs."""
+        self._info = replace(self._info, swap_costs=costs)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """In their order, done when this returns."""
+        with torch.inference_mode():
+            self._copier.run(copies)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
         del self._model, self._cache, self._copier, self._workspace, self._batch
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _fingerprint(self) -> str:
+        return fingerprint(self._folder, self._cache)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         if inputs.fresh_block_ids:
@@ -162,6 +200,7 @@ def _model_info(
         eos_token_ids=eos_token_ids(folder, read_config(folder)),
         num_blocks=cache_spec.num_blocks,
         block_size=cache_spec.block_size,
+        swap_costs=COPYING_IS_FREE,  # until they are measured
         bytes_per_block=cache_spec.bytes_per_block,
         window=model.geometry.window,
         device=str(device),

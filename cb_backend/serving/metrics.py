@@ -37,6 +37,9 @@ class EngineMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(name, text, labels, registry=registry)
 
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
         # The same number under our name and under the one that existing dashboards ask for.
         self._running = [
             gauge("cb_requests_running", "Requests that share the steps now"),
@@ -50,23 +53,14 @@ class EngineMetrics:
             gauge("cb_kv_cache_usage_ratio", "Share of the KV blocks in use, 0 to 1"),
             gauge("vllm:kv_cache_usage_perc", "Alias of cb_kv_cache_usage_ratio"),
         ]
-        self.ttft = Histogram(
-            "cb_time_to_first_token_seconds",
-            "From submit to the first token",
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
+        self.ttft = histogram(
+            "cb_time_to_first_token_seconds", "From submit to the first token", _TTFT_BUCKETS
         )
-        self.itl = Histogram(
-            "cb_inter_token_latency_seconds",
-            "Between two tokens of a request",
-            buckets=_ITL_BUCKETS,
-            registry=registry,
+        self.itl = histogram(
+            "cb_inter_token_latency_seconds", "Between two tokens of a request", _ITL_BUCKETS
         )
-        self.e2e = Histogram(
-            "cb_request_duration_seconds",
-            "From submit to the end of a request that was not aborted",
-            buckets=_E2E_BUCKETS,
-            registry=registry,
+        self.e2e = histogram(
+            "cb_request_duration_seconds", "From submit to the end, unless aborted", _E2E_BUCKETS
         )
         self._finished = counter("cb_requests_finished", "By how they ended", ("reason",))
         for reason in FinishReason:

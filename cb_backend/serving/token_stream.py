@@ -45,6 +45,10 @@ class TokenStream:
         self._finished = False  # the terminal event has been put
         self._closed = False  # the reader has had the terminal event, or has left
 
+    @property
+    def has_unread(self) -> bool:
+        return self._unread is not None
+
     def put(self, event: TokenEvent) -> None:
         """Called in the order of the steps. Nothing may follow a terminal event."""
         if self._finished:

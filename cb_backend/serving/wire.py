@@ -14,6 +14,7 @@ from typing import Any
 from cb_backend.core.request import FinishReason
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import ModelInfo, TokenEvent
+from cb_backend.core.swap_costs import SwapCosts
 from cb_backend.errors import ErrorInfo
 from cb_backend.serving.engine_client import EngineHealth, GenerateRequest
 
@@ -86,7 +87,13 @@ def encode_model_info(info: ModelInfo) -> dict[str, Any]:
 
 
 def decode_model_info(data: dict[str, Any]) -> ModelInfo:
-    return ModelInfo(**{**data, "eos_token_ids": tuple(data["eos_token_ids"])})
+    return ModelInfo(
+        **{
+            **data,
+            "eos_token_ids": tuple(data["eos_token_ids"]),
+            "swap_costs": SwapCosts(**data["swap_costs"]),
+        }
+    )
 
 
 def encode_health(health: EngineHealth) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import StepPlan, TokenEvent
+from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing
 
 
@@ -23,6 +24,7 @@ def make_limits(
     enable_prefix_caching: bool = True,
     num_host_blocks: int = 0,
     window: int | None = None,
+    swap_costs: SwapCosts = COPYING_IS_FREE,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=num_blocks,
@@ -33,6 +35,7 @@ def make_limits(
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
         window=window,
+        swap_costs=swap_costs,
     )
 
 

@@ -17,6 +17,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.engine.controls import resize_kv_pool
 from cb_backend.engine.engine import Engine
+from cb_backend.engine.saved_cache import restore_cache, save_cache
 from cb_backend.runtime.model_runner import load_model_runner
 from tests.fakes import make_request
 from tests.models import FALLBACK, NATIVE, TinyModel
@@ -139,3 +140,14 @@ def test_blocks_outside_the_window_are_given_up_and_nobody_notices(windowed: Cas
     whole = sum(-(-(len(prompt) + NUM_TOKENS - 1) // BLOCK_SIZE) for prompt in PROMPTS)
     assert whole > 20, "all six at once fit only because of the window"
     assert engine.stats().preemptions == 0
+
+
+def test_prefixes_kept_in_a_file_serve_the_next_engine(case: Case, tmp_path: Path) -> None:
+    settings = {"cache_file": str(tmp_path / "kept")}
+    first = case.engine(**settings)
+    assert run(first, *requests()) == case.expected
+    save_cache(first)
+    second = case.engine(**settings)
+    restore_cache(second)
+    assert run(second, *requests()) == case.expected
+    assert second.stats().cached_tokens >= 8 + 8 + 20

@@ -75,7 +75,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     [
         ({"format": 99}, "format 99, this version reads format 1"),
         ({"limits": {"num_wheels": 4}}, "limits that this version does not know: num_wheels"),
-        ({"limits": {"num_blocks": 4}}, "missing 5 required"),
+        ({"limits": {"num_blocks": 4}}, "'swap_costs' is missing"),
     ],
 )
 def test_a_header_of_another_version_is_refused(

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from cb_backend.config import EngineConfig
 from cb_backend.engine.controls import explain_requests
+from cb_backend.engine.engine import Engine
 from cb_backend.engine.recorder import open_recorder
+from cb_backend.engine.saved_cache import restore_cache, save_cache
 from cb_backend.errors import RecordingError
 from cb_backend.planning.recording import read_recording
 from cb_backend.planning.replay import Replay, Replayed
+from tests.fakes import ShadowExecutor, make_request
 from tests.planning.recorded import record_simulation, record_two_requests
 from tests.simulation.world import World, draw
 
@@ -186,3 +190,32 @@ def test_asking_what_requests_wait_for_changes_no_decision(tmp_path: Path) -> No
         world.play()
         world.engine.close()
         assert play(path) == Replayed(world.engine.recorder.steps), f"seed {seed}"
+
+
+class Unreadable(ShadowExecutor):
+    """Knows what lies in its file and cannot load it."""
+
+    def saved_digests(self, path: str) -> list[bytes]:
+        return [b"gone", b"too"]
+
+
+@pytest.mark.parametrize(("kind", "cached"), [(ShadowExecutor, 24), (Unreadable, 16)])
+def test_prefixes_that_came_from_a_file_are_found_again(
+    kind: type[ShadowExecutor], cached: int, tmp_path: Path
+) -> None:
+    first, path = ShadowExecutor(), tmp_path / "run.jsonl"
+    second = kind()
+    for executor, name in ((first, None), (second, str(path))):
+        config = EngineConfig(model="fake", cache_file="kept", max_num_seqs=1)
+        engine = Engine(config, executor, clock=lambda: 0.0, recording=open_recorder(name))
+        restore_cache(engine)
+        for number in range(3):
+            engine.add(make_request(f"r{number}", range(10 + number), max_tokens=2))
+        while engine.has_work:
+            engine.step()
+        save_cache(engine)
+        engine.close()
+        if kind is ShadowExecutor:
+            second.saved = first.saved
+    assert engine.stats().cached_tokens == cached
+    assert play(path) == Replayed(engine.recorder.steps)

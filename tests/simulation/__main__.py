@@ -7,8 +7,9 @@ import logging
 import sys
 import time
 
+from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
-from tests.simulation.world import Scenario, draw, run
+from tests.simulation.world import draw, run
 
 
 def failure_of(scenario: Scenario) -> Exception | None:

@@ -15,7 +15,13 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).resolve().parents[2]
-_FRESH = ("cb_backend.core.", "cb_backend.engine.", "tests.fakes", "tests.simulation.world")
+_FRESH = (
+    "cb_backend.core.",
+    "cb_backend.engine.",
+    "cb_backend.serving.token_stream",
+    "tests.fakes",
+    "tests.simulation.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,8 @@ MUTANTS = (
     Mutant(
         "an ended request keeps its last block",
         "cb_backend.core.kv_blocks",
-        "self.pool.release(request.block_table)",
-        "self.pool.release(request.block_table[:-1])",
+        "self.pool.release(owned(request.block_table))",
+        "self.pool.release(owned(request.block_table)[:-1])",
     ),
     Mutant(
         "a fork writes into its parent's last block",
@@ -220,6 +226,54 @@ MUTANTS = (
         "cb_backend.core.request",
         "if self.num_output_tokens == self.max_tokens:",
         "if self.num_output_tokens == self.max_tokens + 1:",
+    ),
+    Mutant(
+        "a shrink forgets to move a table",
+        "cb_backend.core.pool_resize",
+        "table[:] = [moved.get(block_id, block_id) for block_id in table]",
+        "pass",
+    ),
+    Mutant(
+        "a shrink forgets to move the contents",
+        "cb_backend.core.pool_resize",
+        "copies += [BlockCopy(CopyKind.FORK, source, target) for source, target in moved.items()]",
+        "pass",
+    ),
+    Mutant(
+        "a shrink forgets the prefix cache",
+        "cb_backend.core.pool_resize",
+        "blocks.prefix_cache.rename(moved)",
+        "pass",
+    ),
+    Mutant(
+        "the window is one block too small",
+        "cb_backend.core.kv_blocks",
+        "return max(num_computed - self._window + 1, 0) // self.block_size",
+        "return max(num_computed - self._window + self.block_size, 0) // self.block_size",
+    ),
+    Mutant(
+        "a fork shares what its parent has given up",
+        "cb_backend.core.kv_blocks",
+        "if HOLE in parent.block_table[self._num_unseen(num_tokens) : num_full + 1]:",
+        "if False:",
+    ),
+    Mutant(
+        "a pin does not own its blocks",
+        "cb_backend.core.prefix_pins",
+        "self._pool.share(block_ids)",
+        "pass",
+    ),
+    Mutant(
+        "an expired pin keeps its blocks",
+        "cb_backend.core.prefix_pins",
+        "self._pool.release(self._pins.pop(digest)[0])",
+        "self._pins.pop(digest)",
+    ),
+    Mutant(
+        "pins stand in the way of a request that needs the pool",
+        "cb_backend.core.step_planner",
+        "if self._roster.running or not self._blocks.pins.drop_oldest():",
+        "if True:",
     ),
 )
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.simulation.__main__ import failure_of, report
 from tests.simulation.mutants import MUTANTS, Mutant, planted
+from tests.simulation.scenario import Abort, Submit
 from tests.simulation.shrink import shrink
-from tests.simulation.world import Abort, Submit, draw, run
+from tests.simulation.world import draw, run
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 30
@@ -39,7 +40,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
     assert sum(scheduler.planner.num_preemptions for scheduler in schedulers) > 100
     assert sum(scheduler.planner.num_cached_tokens for scheduler in schedulers) > 500
     assert sum(world.engine.stats().failed_steps for world in worlds) > 20
-    assert {reason for world in worlds for reason in world.ended.values()} == {
+    assert {reason for world in worlds for reason in world.readers.ended.values()} == {
         "stop",
         "length",
         "abort",

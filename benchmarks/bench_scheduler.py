@@ -16,7 +16,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import record
 
@@ -27,6 +27,7 @@ from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import ModelInfo, PoolResize, StepPlan, StepResult
+from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.serving.async_engine import AsyncEngine
@@ -51,6 +52,7 @@ class CheapExecutor:
             eos_token_ids=(),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
+            swap_costs=COPYING_IS_FREE,
             bytes_per_block=1,
             window=None,
             device="none",
@@ -71,6 +73,15 @@ class CheapExecutor:
 
     def free_bytes(self) -> int:
         return 0
+
+    def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
+        raise NotImplementedError
+
+    def saved_digests(self, path: str) -> list[bytes]:
+        return []
+
+    def load_blocks(self, path: str, places: Sequence[tuple[int, int]]) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         return

@@ -121,6 +121,8 @@ class KVBlocks:
     def release_outside_window(self, request: Request) -> None:
         """Give up the blocks that no later token can see. Their places in the table become holes:
         the executor's table keeps its numbers, which it must not read."""
+        if self._window is None:
+            return
         num_unseen = self._num_unseen(request.num_computed_tokens)
         unseen = request.block_table[:num_unseen]
         if unseen and unseen[-1] != HOLE:

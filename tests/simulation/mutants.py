@@ -176,14 +176,14 @@ MUTANTS = (
     Mutant(
         "a row samples before its last token",
         "cb_backend.core.step_draft",
-        "samples=num_new == request.num_uncomputed_tokens,",
-        "samples=num_new >= request.num_uncomputed_tokens - 1,",
+        "num_new == request.num_uncomputed_tokens,",
+        "num_new >= request.num_uncomputed_tokens - 1,",
     ),
     Mutant(
         "new blocks are sent again",
         "cb_backend.core.step_draft",
-        "new_block_ids=tuple(request.block_table[self._table_start[request.request_id] :]),",
-        "new_block_ids=tuple(request.block_table),",
+        "() if start is None else tuple(request.block_table[start:]),",
+        "() if start is None else tuple(request.block_table),",
     ),
     Mutant(
         "the executor is not told who left",

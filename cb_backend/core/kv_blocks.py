@@ -53,7 +53,10 @@ class KVBlocks:
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that the table lacks to cover the first `num_tokens` tokens."""
-        return max(self.blocks_for(num_tokens) - len(request.block_table), 0)
+        num_held = len(request.block_table)
+        if num_tokens <= num_held * self.block_size:
+            return 0
+        return self.blocks_for(num_tokens) - num_held
 
     def find(self, request: Request, parent: Request | None) -> Found:
         """The longest computed beginning: the running parent's of a fork, or the cache's."""
@@ -121,8 +124,6 @@ class KVBlocks:
     def release_outside_window(self, request: Request) -> None:
         """Give up the blocks that no later token can see. Their places in the table become holes:
         the executor's table keeps its numbers, which it must not read."""
-        if self._window is None:
-            return
         num_unseen = self._num_unseen(request.num_computed_tokens)
         unseen = request.block_table[:num_unseen]
         if unseen and unseen[-1] != HOLE:

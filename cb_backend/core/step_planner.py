@@ -32,8 +32,9 @@ class StepPlanner:
         if self._continue_running(draft):
             self._admit_waiting(draft)
         self._spend_rest(draft)
+        charged = self._roster.policy.charged
         for request, num_new in draft.shares():
-            self._roster.policy.charged(request, num_new, 0)
+            charged(request, num_new, 0)
         return draft
 
     def lacks(self, request: Request) -> str:
@@ -58,14 +59,18 @@ class StepPlanner:
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         num_lost = self.num_preemptions
+        running, block_size = RequestStatus.RUNNING, self._limits.block_size
         for request in self._roster.in_order():
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue  # gave way to an earlier one a moment ago
             draft.left += 1  # what was set aside for it
-            num_new = request.num_uncomputed_tokens
+            # Hundreds pass here in every step; nearly all want one token and have a place for it.
+            num_tokens = len(request.token_ids)
+            num_new = num_tokens - request.num_computed_tokens
             if num_new > 1:
                 num_new = min(num_new, self._limits.max_prefill_chunk, draft.left)
-            if self._make_room(request, num_new, draft):
+            has_place = num_tokens <= len(request.block_table) * block_size
+            if has_place or self._make_room(request, num_new, draft):
                 draft.give(request, num_new, self._blocks)
         return self.num_preemptions == num_lost
 

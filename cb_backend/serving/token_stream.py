@@ -89,7 +89,14 @@ class TokenStream:
 
 
 def _merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
-    return later._replace(
-        token_ids=earlier.token_ids + later.token_ids,
-        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
+    # By place: a slow reader makes a merge per token, and `_replace` takes four times as long.
+    return TokenEvent(
+        later.request_id,
+        earlier.token_ids + later.token_ids,
+        later.step,
+        later.time,
+        max(earlier.num_cached_tokens, later.num_cached_tokens),
+        later.finish_reason,
+        later.error,
+        later.cost,
     )

@@ -93,7 +93,7 @@ def change_copies(line: Line) -> bool:
 
 def change_budget(line: Line) -> bool:
     line["budget"] = 1
-    return len(line["rows"]) > 1
+    return any(isinstance(row, list) and row[2] > 1 for row in line["rows"])
 
 
 def change_failed(line: Line) -> bool:

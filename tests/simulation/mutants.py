@@ -224,8 +224,8 @@ MUTANTS = (
     Mutant(
         "one token too many",
         "cb_backend.core.request",
-        "if self.num_output_tokens == self.max_tokens:",
-        "if self.num_output_tokens == self.max_tokens + 1:",
+        "if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens:",
+        "if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens + 1:",
     ),
     Mutant(
         "a shrink forgets to move a table",

@@ -252,3 +252,44 @@ def test_requests_of_a_receiver_that_is_gone_are_aborted(start: Start) -> None:
     thread.submit(make_request("a", [1], max_tokens=100), gone)
     eventually(lambda: thread.engine.stats().finished.get(FinishReason.ABORT) == 1)
     assert len(executor.plans) == 1
+
+
+def test_a_call_runs_on_the_engine_thread_between_two_steps(start: Start) -> None:
+    gate = Gate()
+    thread, receiver = ready(start(ShadowExecutor(before_step=gate))), RecordingReceiver()
+    thread.submit(make_request("a", [1], max_tokens=5), receiver)
+    assert gate.reached.wait(10.0)
+    answer = thread.call(lambda engine: (threading.current_thread().name, engine.recorder.steps))
+    assert not answer.done(), "a step is running"
+    gate.open()
+    assert answer.result(10.0) == ("cb-engine", 1)
+    receiver.wait_for_end("a")
+
+
+def test_an_error_in_a_call_is_the_callers_and_nobody_elses(start: Start) -> None:
+    thread, receiver = ready(start(ShadowExecutor())), RecordingReceiver()
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda engine: 1 // 0).result(10.0)
+    thread.submit(make_request("a", [1], max_tokens=5), receiver)
+    receiver.wait_for_end("a")
+    assert thread.life.status is EngineStatus.READY
+
+
+def test_a_call_that_waits_when_the_engine_dies_is_told(start: Start) -> None:
+    gate = Gate()
+    thread = ready(start(ShadowExecutor(before_step=gate), step_timeout_s=0.2))
+    thread.submit(make_request("a", [1], max_tokens=5), RecordingReceiver())
+    assert gate.reached.wait(10.0)
+    answer = thread.call(lambda engine: None)
+    with pytest.raises(EngineDeadError, match="running for more than"):
+        answer.result(10.0)
+    with pytest.raises(EngineDeadError):
+        thread.call(lambda engine: None)
+    gate.open()
+
+
+def test_a_stopped_engine_takes_no_calls(start: Start) -> None:
+    thread = ready(start(ShadowExecutor()))
+    thread.close()
+    with pytest.raises(EngineNotReadyError, match="shutting down"):
+        thread.call(lambda engine: None)

@@ -8,7 +8,7 @@ STAMP := .venv/installed
 # BentoML reports usage over the network unless it is told not to.
 export BENTOML_DO_NOT_TRACK ?= True
 
-.PHONY: serve model test lint soak bench bench-peers build clean
+.PHONY: serve model test lint soak bench bench-scheduler bench-plan bench-peers build clean
 
 serve: $(STAMP)
 ifeq ($(strip $(CB_MODEL)),)
@@ -37,6 +37,13 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_engine.py $(BENCH_ARGS)
 
+# The scheduler and the engine loop without a model, and how well a plan foretells a run.
+bench-scheduler: $(STAMP)
+	$(BIN)/python benchmarks/bench_scheduler.py
+
+bench-plan: $(STAMP)
+	$(BIN)/python benchmarks/bench_plan.py $(BENCH_ARGS)
+
 # Beside vLLM's CPU build, in turns; the first run installs it (3.5 GB) into .venv-vllm.
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/bench_peer_vllm.py $(BENCH_ARGS)
@@ -52,5 +59,5 @@ clean:
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt setuptools
-	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[default-model,dev]'
+	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[default-model,dev,plan]'
 	@touch $@

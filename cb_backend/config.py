@@ -50,6 +50,7 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads of a step; None: torch's choice
     step_timeout_s: float = 120.0  # a step that runs longer is a hang: the engine is dead
     drain_timeout_s: float = 30.0  # what running requests get to finish in at shutdown
+    record: str | None = None  # file for arrivals and decisions, to replay and to plan with
     check_invariants: bool = False  # after every step instead of when idle
     # Opens the gateway's admin routes to whoever has it; None: they are closed. Never shown.
     admin_key: str | None = field(default=None, repr=False)

@@ -11,6 +11,7 @@
     ├── RequestFailedError           the step that carried this request failed
     ├── ConfigError                  a setting that cannot work
     ├── ModelError                   a model that cannot be found, read or served
+    ├── RecordingError               a recording that cannot be read or does not fit together
     └── InternalError                a bug of ours
         ├── InvariantError           a named check of core/invariants.py failed
         ├── OutOfBlocksError         blocks were taken without asking first
@@ -91,6 +92,10 @@ class ConfigError(CBError):
 
 class ModelError(CBError):
     code = "bad_model"
+
+
+class RecordingError(CBError):
+    code = "bad_recording"
 
 
 class InternalError(CBError):

@@ -8,6 +8,7 @@ import time
 from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
+from cb_backend.engine.recorder import open_recorder
 from cb_backend.engine.saved_cache import restore_cache
 from cb_backend.serving.async_engine import AsyncEngine
 
@@ -22,8 +23,10 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
     """Start the engine's thread and return at once; the model loads in that thread.
 
     Until `is_ready`, requests are refused with EngineNotReadyError; a model that cannot be loaded
-    leaves the engine dead, and `status_text` says why.
+    leaves the engine dead, and `status_text` says why. Raises ConfigError if the file that
+    `config.record` names cannot be written.
     """
+    recorder = open_recorder(config.record)
 
     def build() -> Engine:
         if "OMP_WAIT_POLICY" not in os.environ:
@@ -31,7 +34,7 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
         # Imports torch and transformers: seconds that the caller's thread need not wait for.
         from cb_backend.runtime.model_runner import load_model_runner
 
-        engine = Engine(config, load_model_runner(config), clock=time.monotonic)
+        engine = Engine(config, load_model_runner(config), clock=time.monotonic, recording=recorder)
         restore_cache(engine)
         return engine
 

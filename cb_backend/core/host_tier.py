@@ -41,10 +41,13 @@ class HostTier:
         self._block_of[digest] = block
         return block
 
-    def touch(self, digest: bytes) -> int:
-        """Where `digest` lies, now the most recently used. Raises KeyError if it does not."""
-        self._block_of.move_to_end(digest)
+    def find(self, digest: bytes) -> int:
+        """Where `digest` lies. Raises KeyError if it does not."""
         return self._block_of[digest]
+
+    def touch(self, digest: bytes) -> None:
+        """It is used: now the most recently. Raises KeyError if it does not lie here."""
+        self._block_of.move_to_end(digest)
 
     def discard(self, host_blocks: Collection[int]) -> None:
         """Forget what should lie there, since the copies failed."""

@@ -53,7 +53,10 @@ class KVBlocks:
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that the table lacks to cover the first `num_tokens` tokens."""
-        return max(self.blocks_for(num_tokens) - len(request.block_table), 0)
+        num_held = len(request.block_table)
+        if num_tokens <= num_held * self.block_size:
+            return 0
+        return self.blocks_for(num_tokens) - num_held
 
     def find(self, request: Request, parent: Request | None) -> Found:
         """The longest computed beginning: the running parent's of a fork, or the cache's."""
@@ -68,7 +71,7 @@ class KVBlocks:
         for digest in digests[len(shared) :]:
             if digest not in self.host:
                 break
-            swapped.append(self.host.touch(digest))
+            swapped.append(self.host.find(digest))
         if not self._swap_costs.copying_pays(len(swapped), self.block_size):
             swapped = []
         num_tokens = (len(shared) + len(swapped)) * self.block_size
@@ -88,6 +91,8 @@ class KVBlocks:
         # Each allocation may evict a block into the host tier; it must not land on one that is
         # about to be read. Copies run in the order in which they are written down.
         self.host.pinned = frozenset(request.block_hashes) if found.swapped else frozenset()
+        for digest in request.block_hashes[len(found.shared) :][: len(found.swapped)]:
+            self.host.touch(digest)
         for host_block in found.swapped:
             self._append_copy(request, CopyKind.IN, host_block)
         self.host.pinned = frozenset()

@@ -95,7 +95,7 @@ class Request:
             self.token_ids.append(token_id)
             if token_id in self.stop_token_ids:
                 return sampled[:count], FinishReason.STOP
-            if self.num_output_tokens == self.max_tokens:
+            if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens:
                 return sampled[:count], FinishReason.LENGTH
         return sampled, None
 

@@ -71,27 +71,30 @@ class Scheduler:
         """Take in what `plan` computed; returns an event for each request that moved visibly."""
         events = []
         self.blocks.pins.expire(now)
+        running, sampled = self.running, result.token_ids
+        block_size, has_window = self.limits.block_size, self.limits.window is not None
         for row in plan.rows:
-            request = self.running.get(row.request_id)
+            request = running.get(row.request_id)
             if request is None:
                 continue  # ended while the step ran
             if (error := result.failed.get(row.request_id)) is not None:
                 events.append(self._finish(request, FinishReason.ERROR, now, error))
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
-            self.blocks.index_full(request)
+            if request.num_computed_tokens // block_size > request.num_indexed_blocks:
+                self.blocks.index_full(request)
             if row.samples:
                 if request.pin_s and request.num_output_tokens == 0:
-                    self.blocks.pins.pin_prompt(
-                        request, self.limits.block_size, now + request.pin_s
-                    )
-                token_ids, reason = request.append_output(result.token_ids[row.request_id])
+                    self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
+                token_ids, reason = request.append_output(sampled[row.request_id])
                 events.append(self._event(request, token_ids, now, reason, None))
-                self.roster.queue_forks_of(request)  # its prompt is computed now
+                if self.roster.forks:
+                    self.roster.queue_forks_of(request)  # its prompt is computed now
                 if reason is not None:
                     self._leave(request)
                     continue
-            self.blocks.release_outside_window(request)
+            if has_window:
+                self.blocks.release_outside_window(request)
         return events
 
     def fail(self, plan: StepPlan, error: ErrorInfo, now: float) -> list[TokenEvent]:
@@ -129,12 +132,12 @@ class Scheduler:
         error: ErrorInfo | None,
     ) -> TokenEvent:
         return TokenEvent(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            step=self._step,
-            time=now,
-            num_cached_tokens=request.num_cached_tokens,
-            finish_reason=reason,
-            error=error,
-            cost=None if reason is None else request.cost(),
+            request.request_id,
+            token_ids,
+            self._step,
+            now,
+            request.num_cached_tokens,
+            reason,
+            error,
+            None if reason is None else request.cost(),
         )

@@ -18,9 +18,10 @@ class StepDraft:
 
     left: int
     preempted: set[str] = field(default_factory=set)
-    _requests: dict[str, Request] = field(default_factory=dict)
-    _num_new: dict[str, int] = field(default_factory=dict)
-    _table_start: dict[str, int] = field(default_factory=dict)  # its length before the step
+    _requests: list[Request] = field(default_factory=list)  # as they were first given something
+    _num_new: dict[str, int] = field(default_factory=dict)  # of each of them, in the same order
+    # The table's length before the step, of those whose table has grown.
+    _table_start: dict[str, int] = field(default_factory=dict)
     _admitted: list[Request] = field(default_factory=list)
 
     def admit(self, request: Request) -> None:
@@ -32,14 +33,19 @@ class StepDraft:
         """Add tokens to the request's share, and the blocks that they need."""
         self.left -= num_new
         request_id = request.request_id
-        self._requests[request_id] = request
-        self._num_new[request_id] = self._num_new.get(request_id, 0) + num_new
-        self._table_start.setdefault(request_id, len(request.block_table))
-        blocks.grow(request, request.num_computed_tokens + self._num_new[request_id])
+        if request_id in self._num_new:
+            num_new += self._num_new[request_id]
+        else:
+            self._requests.append(request)
+        self._num_new[request_id] = num_new
+        num_tokens = request.num_computed_tokens + num_new
+        if num_tokens > len(request.block_table) * blocks.block_size:
+            self._table_start.setdefault(request_id, len(request.block_table))
+            blocks.grow(request, num_tokens)
 
     def shares(self) -> list[tuple[Request, int]]:
         """Each request with what it has so far, in the order in which they were first given."""
-        return [(request, self._num_new[name]) for name, request in self._requests.items()]
+        return list(zip(self._requests, self._num_new.values(), strict=True))
 
     def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
         copies, blocks.copies = tuple(blocks.copies), []
@@ -52,12 +58,13 @@ class StepDraft:
         )
 
     def _row(self, request: Request, num_new: int) -> ScheduledRow:
+        start = self._table_start.get(request.request_id)
         return ScheduledRow(
-            request_id=request.request_id,
-            num_computed_tokens=request.num_computed_tokens,
-            num_scheduled_tokens=num_new,
-            new_block_ids=tuple(request.block_table[self._table_start[request.request_id] :]),
-            samples=num_new == request.num_uncomputed_tokens,
+            request.request_id,
+            request.num_computed_tokens,
+            num_new,
+            () if start is None else tuple(request.block_table[start:]),
+            num_new == request.num_uncomputed_tokens,
         )
 
 

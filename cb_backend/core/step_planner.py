@@ -32,8 +32,9 @@ class StepPlanner:
         if self._continue_running(draft):
             self._admit_waiting(draft)
         self._spend_rest(draft)
+        charged = self._roster.policy.charged
         for request, num_new in draft.shares():
-            self._roster.policy.charged(request, num_new, 0)
+            charged(request, num_new, 0)
         return draft
 
     def lacks(self, request: Request) -> str:
@@ -57,25 +58,35 @@ class StepPlanner:
 
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
-        nobody_lost = True
+        num_lost = self.num_preemptions
+        running, block_size = RequestStatus.RUNNING, self._limits.block_size
         for request in self._roster.in_order():
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue  # gave way to an earlier one a moment ago
-            chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
-            num_new = min(chunk, draft.left + 1)  # the 1 that was set aside
-            while self._missing(request, num_new) > self._blocks.pool.num_available:
-                if request is self._roster.last() and self._blocks.pins.drop_oldest():
-                    continue  # rather than stop the only one that could give way
-                nobody_lost = False
-                draft.left += 1
-                if self.preempt_last() is request:
-                    break
-            else:
+            draft.left += 1  # what was set aside for it
+            # Hundreds pass here in every step; nearly all want one token and have a place for it.
+            num_tokens = len(request.token_ids)
+            num_new = num_tokens - request.num_computed_tokens
+            if num_new > 1:
+                num_new = min(num_new, self._limits.max_prefill_chunk, draft.left)
+            has_place = num_tokens <= len(request.block_table) * block_size
+            if has_place or self._make_room(request, num_new, draft):
                 draft.give(request, num_new, self._blocks)
-                draft.left += 1
-        return nobody_lost
+        return self.num_preemptions == num_lost
+
+    def _make_room(self, request: Request, num_new: int, draft: StepDraft) -> bool:
+        """Have blocks available for its next tokens; False if it was itself the one to give way."""
+        while self._missing(request, num_new) > self._blocks.pool.num_available:
+            if request is self._roster.last() and self._blocks.pins.drop_oldest():
+                continue  # rather than stop the only one that could give way
+            if self.preempt_last() is request:
+                return False
+            draft.left += 1
+        return True
 
     def _admit_waiting(self, draft: StepDraft) -> None:
+        if not (self._roster.waiting and self._has_seat()):
+            return  # as in most steps: spare them the sum over all that run
         left = self._num_unpromised()
         while self._roster.waiting and draft.left > 0 and self._has_seat():
             request = self._roster.waiting.peek()
@@ -97,14 +108,18 @@ class StepPlanner:
 
     def _spend_rest(self, draft: StepDraft) -> None:
         """What is left after everyone had a share goes to the first that can use more."""
+        if draft.left <= 0:
+            return
         for request, num_new in draft.shares():
-            if draft.left <= 0:
-                return
+            if num_new == request.num_uncomputed_tokens:
+                continue
             num_blocks = len(request.block_table) + self._blocks.pool.num_available
             room = num_blocks * self._limits.block_size - request.num_computed_tokens
             more = min(request.num_uncomputed_tokens, room) - num_new
             if more > 0:
                 draft.give(request, min(more, draft.left), self._blocks)
+                if draft.left <= 0:
+                    return
 
     def _admit(self, request: Request, found: Found, draft: StepDraft) -> None:
         self._blocks.attach(request, found)

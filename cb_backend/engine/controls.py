@@ -18,6 +18,7 @@ def use_policy(engine: Engine, name: str) -> None:
     """Change the policy; what waits and runs is ordered anew. Raises ConfigError."""
     engine.assert_thread()
     engine.scheduler.roster.use(policy_of(engine.config, name))
+    engine.recording.changed("policy", name)
 
 
 def explain_requests(engine: Engine) -> list[RequestView]:
@@ -31,7 +32,9 @@ def resize_kv_pool(engine: Engine, num_blocks: int) -> None:
     above what the device has memory for."""
     engine.assert_thread()
     _check_memory(engine, num_blocks)
-    engine.executor.resize(resize_pool(engine.scheduler, num_blocks, fewest=_fewest(engine)))
+    change = resize_pool(engine.scheduler, num_blocks, fewest=_fewest(engine))
+    engine.recording.changed("num_blocks", num_blocks)
+    engine.executor.resize(change)
     logger.info("the KV pool now has %d blocks", num_blocks)
 
 

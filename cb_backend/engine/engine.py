@@ -15,6 +15,7 @@ from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
+from cb_backend.engine.recorder import RecordedSettings, Recorder
 from cb_backend.engine.stats import EngineStats, StatsRecorder
 from cb_backend.errors import CBError, ErrorInfo, RequestFailedError, WrongThreadError
 
@@ -29,6 +30,7 @@ class Engine:
         config: EngineConfig,
         executor: Executor,
         clock: Callable[[], float],
+        recording: Recorder | None = None,
     ) -> None:
         self.executor = executor
         self.config = config
@@ -48,6 +50,10 @@ class Engine:
         self._check_every_step = config.check_invariants
         self.clock = clock
         self._thread_id = threading.get_ident()
+        self.recording = recording or Recorder()
+        self.recording.begin(
+            _recorded_settings(config, self.scheduler.limits), executor.model_info, clock()
+        )
 
     @property
     def has_work(self) -> bool:
@@ -62,14 +68,17 @@ class Engine:
                 raise error
             self.scheduler.add(request)
         except CBError as error:
+            self.recording.refused(request, error.info())
             return self._record(
                 [_refused(request, error.info(), self.recorder.steps, self.clock())]
             )
         self.recorder.record_arrival(request)
+        self.recording.arrived(request)
         return []
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         self.assert_thread()
+        self.recording.aborting(request_id)
         return self._record(self.scheduler.abort(request_id, self.clock()))
 
     def step(self) -> list[TokenEvent]:
@@ -86,6 +95,14 @@ class Engine:
         self.recorder.record_step(
             plan, started, ended, self.scheduler, failed=isinstance(result, ErrorInfo)
         )
+        self.recording.stepped(
+            plan,
+            result,
+            events,
+            token_budget=self.scheduler.token_budget,
+            seconds=ended - started,
+            now=ended,
+        )
         return self._record(events)
 
     def check(self) -> None:
@@ -94,6 +111,7 @@ class Engine:
 
     def close(self) -> None:
         self.assert_thread()
+        self.recording.close()
         self.executor.close()
 
     def stats(self) -> EngineStats:
@@ -139,6 +157,7 @@ class Engine:
 
     def _record(self, events: list[TokenEvent]) -> list[TokenEvent]:
         self.recorder.record_events(events)
+        self.recording.ended(events)
         return events
 
     def assert_thread(self) -> None:
@@ -157,6 +176,16 @@ def _scheduler_limits(config: EngineConfig, info: ModelInfo) -> SchedulerLimits:
         num_host_blocks=config.num_host_kv_blocks,
         swap_costs=info.swap_costs,
         window=info.window,
+    )
+
+
+def _recorded_settings(config: EngineConfig, limits: SchedulerLimits) -> RecordedSettings:
+    return RecordedSettings(
+        limits=limits,
+        policy=config.policy,
+        priority_ageing_s=config.priority_ageing_s,
+        tenant_weights=config.tenant_weights or {},
+        target_itl_s=config.target_itl_s,
     )
 
 

@@ -113,6 +113,8 @@ class EngineThread:
             # A CBError is ours and explains itself; another error's text may hold users' data.
             why = error.message if isinstance(error, CBError) else type(error).__name__
             self._end_all(self.life.die(f"the engine thread crashed: {why}"))
+            if self._engine is not None:
+                self._engine.recording.close()  # what led here
         else:
             self.life.advance(EngineStatus.STOPPED)
             self._end_all(EngineUnavailableError("the engine has shut down"))

@@ -25,10 +25,12 @@ def restore_cache(engine: Engine) -> None:
         engine.executor.load_blocks(path, list(enumerate(block_ids, first)))
     except Exception:
         logger.exception("the prefix cache in %s cannot be read", path)
+        engine.recording.restored([], len(block_ids))
     else:
         for digest, block_id in zip(digests[first:], block_ids, strict=True):
             blocks.prefix_cache.insert(digest, block_id)
         logger.info("%d KV blocks of prefixes from %s", len(block_ids), path)
+        engine.recording.restored(digests[first:], len(block_ids))
     # The last to be released is the last to be evicted.
     for block_id in block_ids:
         blocks.pool.release([block_id])

@@ -17,7 +17,7 @@ from tests.architecture.source import PRODUCT_FOLDERS, ROOT, imports, source_fil
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DECLARED = [*PROJECT["dependencies"], *EXTRAS["default-model"], *EXTRAS["dev"]]
+DECLARED = [*PROJECT["dependencies"], *EXTRAS["default-model"], *EXTRAS["dev"], *EXTRAS["plan"]]
 
 # Imported, yet no dependency of its own: a dependency always brings it, in a version that fits.
 BROUGHT_ALONG = {

@@ -55,6 +55,12 @@ LAYERS = {
             "transformers",
         ),
     ),
+    "cb_backend.planning": Layer(
+        ours=("cb_backend.planning", "cb_backend.core", *SHARED),
+        third_party=("matplotlib", "numpy"),
+        forbidden=("threading", "asyncio", "time", "queue"),  # its clock is a virtual one
+    ),
+    "cb_backend.__main__": Layer(ours=("cb_backend.planning", *SHARED)),
     "cb_kernels": Layer(ours=("cb_kernels",), third_party=("torch", "triton")),
     "cb_backend.config": Layer(ours=("cb_backend.errors",)),
     "cb_backend.limits": Layer(ours=("cb_backend.errors",)),

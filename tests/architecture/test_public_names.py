@@ -29,6 +29,7 @@ PUBLIC = {
         "OutOfBlocksError",
         "OverloadedError",
         "PromptTooLongError",
+        "RecordingError",
         "RequestFailedError",
         "WrongThreadError",
         "error_from_info",

@@ -17,7 +17,7 @@ def test_the_least_recently_used_block_is_overwritten_first() -> None:
     assert tier.put(b"c") == second
     assert b"a" in tier
     assert b"b" not in tier
-    assert tier.touch(b"a") == first
+    assert tier.find(b"a") == first
 
 
 def test_a_pinned_block_is_not_overwritten() -> None:

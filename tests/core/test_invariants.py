@@ -120,7 +120,7 @@ def test_seats_taken_twice_are_seen() -> None:
 
 
 def over_budget(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    rows = tuple(replace(row, num_scheduled_tokens=30) for row in plan.rows)
+    rows = tuple(row._replace(num_scheduled_tokens=30) for row in plan.rows)
     return replace(plan, rows=rows)
 
 
@@ -133,7 +133,7 @@ def one_left_out(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
 
 
 def writes_a_shared_block(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    return replace(plan, rows=(replace(plan.rows[0], num_computed_tokens=0), *plan.rows[1:]))
+    return replace(plan, rows=(plan.rows[0]._replace(num_computed_tokens=0), *plan.rows[1:]))
 
 
 def table_too_short(scheduler: Scheduler, plan: StepPlan) -> StepPlan:

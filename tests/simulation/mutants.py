@@ -176,14 +176,14 @@ MUTANTS = (
     Mutant(
         "a row samples before its last token",
         "cb_backend.core.step_draft",
-        "samples=num_new == request.num_uncomputed_tokens,",
-        "samples=num_new >= request.num_uncomputed_tokens - 1,",
+        "num_new == request.num_uncomputed_tokens,",
+        "num_new >= request.num_uncomputed_tokens - 1,",
     ),
     Mutant(
         "new blocks are sent again",
         "cb_backend.core.step_draft",
-        "new_block_ids=tuple(request.block_table[self._table_start[request.request_id] :]),",
-        "new_block_ids=tuple(request.block_table),",
+        "() if start is None else tuple(request.block_table[start:]),",
+        "() if start is None else tuple(request.block_table),",
     ),
     Mutant(
         "the executor is not told who left",
@@ -224,8 +224,8 @@ MUTANTS = (
     Mutant(
         "one token too many",
         "cb_backend.core.request",
-        "if self.num_output_tokens == self.max_tokens:",
-        "if self.num_output_tokens == self.max_tokens + 1:",
+        "if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens:",
+        "if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens + 1:",
     ),
     Mutant(
         "a shrink forgets to move a table",

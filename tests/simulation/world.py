@@ -15,6 +15,7 @@ from cb_backend.core.step_io import StepPlan, TokenEvent
 from cb_backend.engine.controls import resize_kv_pool, use_policy
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.output_queue import OutputQueue
+from cb_backend.engine.recorder import Recorder
 from cb_backend.errors import EngineDeadError, EngineUnavailableError, OutOfBlocksError
 from tests.fakes import ShadowExecutor, make_model_info, next_by_hashing, solo_output
 from tests.simulation.checks import PlanChecks, SimulationError
@@ -42,7 +43,7 @@ __all__ = ["SimulationError", "World", "draw", "run"]
 class World:
     """One scenario being played."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, recording: Recorder | None = None) -> None:
         self.scenario = scenario
         self.steps = 0
         self.now = 0.0
@@ -64,7 +65,9 @@ class World:
             before_step=self._before_step,
             num_host_blocks=limits.num_host_blocks,
         )
-        self.engine = Engine(_config_of(scenario), self.executor, clock=lambda: self.now)
+        self.engine = Engine(
+            _config_of(scenario), self.executor, clock=lambda: self.now, recording=recording
+        )
         self.queue = OutputQueue()
         self.readers = Readers(self.queue)
         self._checks = PlanChecks(scenario, self.engine, self.submits)

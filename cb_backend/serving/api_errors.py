@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from cb_backend.errors import (
     CBError,
@@ -49,10 +51,10 @@ def error_body(error: CBError) -> dict[str, Any]:
     return _body(error.message, status_of(error), param=error.field, code=error.code)
 
 
-def error_response(error: CBError) -> JSONResponse:
+def error_response(error: CBError) -> Response:
     status = status_of(error)
     headers = {"retry-after": _RETRY_AFTER_S[status]} if status in _RETRY_AFTER_S else None
-    return JSONResponse(error_body(error), status, headers)
+    return _response(error_body(error), status, headers)
 
 
 async def on_cb_error(request: Request, error: Exception) -> Response:
@@ -68,7 +70,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """An unknown route, or a route that has no such method."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return JSONResponse(_body(message, error.status_code), error.status_code, error.headers)
+    return _response(_body(message, error.status_code), error.status_code, error.headers)
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
@@ -113,6 +115,12 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
+
+
+def _response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None) -> Response:
+    """In ASCII: what an error quotes of the client's may be no Unicode."""
+    content = json.dumps(body, separators=(",", ":")).encode("ascii")
+    return Response(content, status, headers, media_type="application/json")
 
 
 def _body(

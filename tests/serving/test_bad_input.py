@@ -209,6 +209,7 @@ async def test_a_bad_prompt_is_refused_as_such(http: httpx.AsyncClient, prompt: 
         b'{"messages": [{"role": "user", "content": "hi"}]} more',
         b"\xff\xfe{}",
         b'{"prompt": "a", "prompt": "b"}',
+        b'{"\\ud800": "a", "\\ud800": "b"}',
         b'{"messages": [{"role": "user", "content": "a\\ud83d b"}]}',
         b'{"messages": [{"role": "user", "content": "hi"}], "user": "\\udc00"}',
         b'{"messages": [{"role": "user", "content": "hi"}], "\\udc00": 1}',

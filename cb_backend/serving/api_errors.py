@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cb_backend import limits
 from cb_backend.errors import (
     CBError,
     EngineUnavailableError,
@@ -129,4 +130,6 @@ def _body(
     kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
     if status == 429:
         kind = "rate_limit_error"
+    message = message[: limits.MAX_ERROR_CHARS]
+    param = param and param[: limits.MAX_ERROR_CHARS]
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cb_backend import limits
 from cb_backend.core.step_io import ModelInfo
 from cb_backend.errors import EngineNotReadyError, InvalidRequestError
 from cb_backend.serving.api_errors import (
@@ -106,6 +107,8 @@ class OpenAIRoutes:
                 raise InvalidRequestError(
                     f"prompt[{index}] is empty: it has no tokens", field="prompt"
                 )
+            # The engine would say the same, after millions of ids have been sent to it.
+            limits.check_prompt_fits(len(prompt), info.max_model_len)
         return await self._answer(request, body, prompts, CompletionFormat(info.model_name))
 
     async def tokenize(self, request: Request) -> Response:
@@ -130,6 +133,8 @@ class OpenAIRoutes:
         model = self._language_model()
         info = await model.info()
         _check_model(body.model, info)
+        # More is no text of this model's, and one call holds all threads up.
+        limits.check_at_most("tokens", len(body.tokens), info.max_model_len, "ids")
         for index, token_id in enumerate(body.tokens):
             if token_id >= info.vocab_size:
                 raise InvalidRequestError(

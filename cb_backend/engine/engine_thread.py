@@ -21,7 +21,7 @@ from cb_backend.engine.inbox import Abort, Call, Inbox, Stop, Submit
 from cb_backend.engine.lifecycle import EngineStatus, Lifecycle
 from cb_backend.engine.output_queue import OutputQueue, Receiver
 from cb_backend.engine.watchdog import Watchdog
-from cb_backend.errors import CBError, EngineUnavailableError
+from cb_backend.errors import CBError, ConfigError, EngineUnavailableError, ModelError
 
 T = TypeVar("T")
 
@@ -100,10 +100,12 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine = self._build()
+            self._engine = self._load()
             self.life.advance(EngineStatus.READY)
             self._serve(self._engine)
             self._engine.close()
+        except ModelError as error:  # nothing crashed: its message is all there is to know
+            self._end_all(self.life.die(error.message))
         except BaseException as error:  # whatever it was, nobody may wait for ever
             logger.exception("the engine thread ends")
             # A CBError is ours and explains itself; another error's text may hold users' data.
@@ -112,6 +114,13 @@ class EngineThread:
         else:
             self.life.advance(EngineStatus.STOPPED)
             self._end_all(EngineUnavailableError("the engine has shut down"))
+
+    def _load(self) -> Engine:
+        """No request is here yet, so whatever is wrong may be told in full."""
+        try:
+            return self._build()
+        except (ConfigError, ModelError) as error:
+            raise ModelError(f"the model cannot be served: {error.message}") from error
 
     def _serve(self, engine: Engine) -> None:
         while not self._is_over(engine):

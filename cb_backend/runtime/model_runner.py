@@ -23,7 +23,7 @@ from cb_backend.core.step_io import (
     StepPlan,
     StepResult,
 )
-from cb_backend.errors import ErrorInfo, RequestFailedError
+from cb_backend.errors import ErrorInfo, ModelError, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.device import choose_device
@@ -105,7 +105,10 @@ class ModelRunner:
         return available_bytes(self._device, memory_fraction=1.0)
 
     def warm_up(self) -> None:
-        """One step of two requests, long enough to meet both kinds of attention."""
+        """One step of two requests, long enough to meet both kinds of attention.
+
+        Raises ModelError for a model whose logits are not finite: no request could be answered.
+        """
         num_tokens = min(8, self._info.max_model_len)
         blocks = tuple(range(-(-num_tokens // self._info.block_size)))
         params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -113,10 +116,15 @@ class ModelRunner:
         chunk = ScheduledRow("warm-up", 0, num_tokens - 1, blocks, False)
         token = ScheduledRow("warm-up", num_tokens - 1, 1, (), True)
         rows = [(chunk,), (token,)] if num_tokens > 1 else [(token,)]
-        self.execute(StepPlan(0, (), (admission,), rows[0]))
+        result = self.execute(StepPlan(0, (), (admission,), rows[0]))
         for later in rows[1:]:
-            self.execute(StepPlan(0, (), (), later))
+            result = self.execute(StepPlan(0, (), (), later))
         self.execute(StepPlan(0, ("warm-up",), (), ()))
+        if result.failed:
+            raise ModelError(
+                f"its logits in {self._info.dtype} are not finite numbers: the weights are damaged,"
+                " or need a dtype of greater range"
+            )
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""

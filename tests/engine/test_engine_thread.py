@@ -14,7 +14,12 @@ from cb_backend.core.step_io import StepPlan
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.lifecycle import EngineStatus
-from cb_backend.errors import EngineDeadError, EngineNotReadyError, EngineUnavailableError
+from cb_backend.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    EngineUnavailableError,
+    ModelError,
+)
 from tests.fakes import RecordingReceiver, ShadowExecutor, make_request, solo_output
 
 Start = Callable[..., EngineThread]
@@ -128,6 +133,21 @@ def test_a_model_that_cannot_be_loaded_leaves_a_dead_engine_that_says_why(start:
         thread.submit(make_request("a", [1]), RecordingReceiver())
     with pytest.raises(EngineDeadError, match="no such folder"):
         thread.engine  # noqa: B018 -- the property raises
+
+
+def test_a_model_that_is_wrong_is_told_in_one_line_without_a_traceback(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> ShadowExecutor:
+        raise ModelError("its weights lack 'lm_head'")
+
+    thread = start(load)
+    eventually(thread.life.ended.is_set)
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert "the model cannot be served: its weights lack 'lm_head'" in record.getMessage()
+    with pytest.raises(EngineDeadError, match="lack 'lm_head'"):
+        thread.submit(make_request("a", [1]), RecordingReceiver())
 
 
 def test_an_abort_takes_effect_before_the_next_step(start: Start) -> None:

@@ -100,7 +100,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine = self._load()
+            self._engine = _load(self._build)
             self.life.advance(EngineStatus.READY)
             self._serve(self._engine)
             self._engine.close()
@@ -115,21 +115,14 @@ class EngineThread:
             self.life.advance(EngineStatus.STOPPED)
             self._end_all(EngineUnavailableError("the engine has shut down"))
 
-    def _load(self) -> Engine:
-        """No request is here yet, so whatever is wrong may be told in full."""
-        try:
-            return self._build()
-        except (ConfigError, ModelError) as error:
-            raise ModelError(f"the model cannot be served: {error.message}") from error
-
     def _serve(self, engine: Engine) -> None:
         while not self._is_over(engine):
             self._take_messages(engine)
             if engine.has_work and not self._is_over(engine):
                 self._watchdog.step_begins()
                 self._publish(engine, engine.step())
-                self._watchdog.step_ends()
             self._look_around(engine)
+        self._watchdog.step_ends()
 
     def _is_over(self, engine: Engine) -> bool:
         if self.life.is_dead:
@@ -141,8 +134,11 @@ class EngineThread:
     def _take_messages(self, engine: Engine) -> None:
         """Everything that has come in; waits for something when there is nothing to compute."""
         wait = not engine.has_work and self._stop_at is None
+        if wait:
+            self._watchdog.step_ends()  # the one place where nothing need happen
         while (message := self._inbox.take(wait=wait)) is not None:
             wait = False
+            self._watchdog.step_begins()  # a call can hang as well
             match message:
                 case Submit(request):
                     self._publish(engine, engine.add(request))
@@ -176,3 +172,11 @@ class EngineThread:
         self.output_queue.fail_all(error, step=step, now=time.monotonic(), final=True)
         self._inbox.close(error)
         self.life.ended.set()
+
+
+def _load(build: Callable[[], Engine]) -> Engine:
+    """No request is here yet, so whatever is wrong may be told in full."""
+    try:
+        return build()
+    except (ConfigError, ModelError) as error:
+        raise ModelError(f"the model cannot be served: {error.message}") from error

@@ -230,6 +230,35 @@ def test_a_step_that_hangs_is_noticed_and_every_stream_ends(start: Start) -> Non
     assert [e.finish_reason for e in receiver.of("a")] == [FinishReason.ERROR]
 
 
+def test_a_call_that_hangs_is_noticed_like_a_step(start: Start) -> None:
+    thread = ready(start(ShadowExecutor(), step_timeout_s=0.2))
+    release, receiver = threading.Event(), RecordingReceiver()
+    hanging = thread.call(lambda engine: release.wait(20.0))
+    queued = thread.call(lambda engine: None)
+    thread.submit(make_request("a", [1]), receiver)
+    try:
+        for answer in (hanging, queued):
+            with pytest.raises(EngineDeadError):
+                answer.result(10.0)
+        eventually(lambda: len(receiver.of("a")) == 1)
+        assert receiver.of("a")[0].error is not None
+    finally:
+        release.set()
+    thread._thread.join(10.0)
+    assert not thread._thread.is_alive()
+
+
+def test_a_call_that_ends_the_thread_leaves_nobody_waiting(start: Start) -> None:
+    def leave(engine: Engine) -> None:
+        raise SystemExit
+
+    thread = ready(start(ShadowExecutor()))
+    for function in (leave, lambda engine: None):
+        with pytest.raises(EngineDeadError):
+            thread.call(function).result(10.0)
+    assert thread.life.ended.wait(10.0)
+
+
 def test_draining_lets_running_requests_finish_and_refuses_new_ones(start: Start) -> None:
     gate = Gate()
     executor = ShadowExecutor(before_step=gate)

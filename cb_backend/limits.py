@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from cb_backend.errors import InvalidRequestError
+from cb_backend.errors import InvalidRequestError, PromptTooLongError
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS_PER_REQUEST = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_ERROR_CHARS = 2048  # of an error's message: it may quote the client
 
 
 def check_at_most(field: str, count: int, limit: int, unit: str) -> None:
@@ -106,6 +107,16 @@ def check_name(field: str, name: str, max_chars: int) -> None:
 
 
 _NAME = re.compile(r"[A-Za-z0-9._:@+-]*")
+
+
+def check_prompt_fits(num_prompt_tokens: int, max_model_len: int) -> None:
+    """Raise PromptTooLongError when the context has no room for an answer of one token."""
+    if num_prompt_tokens >= max_model_len:
+        raise PromptTooLongError(
+            f"prompt has {num_prompt_tokens} tokens, but this model's context of {max_model_len}"
+            f" tokens leaves room for at most {max_model_len - 1}; shorten it",
+            field="prompt",
+        )
 
 
 def _number(value: float) -> str:

@@ -22,7 +22,7 @@ from cb_backend.engine.lifecycle import EngineStatus, Lifecycle
 from cb_backend.engine.output_queue import OutputQueue, Receiver
 from cb_backend.engine.saved_cache import save_cache
 from cb_backend.engine.watchdog import Watchdog
-from cb_backend.errors import CBError, EngineUnavailableError
+from cb_backend.errors import CBError, ConfigError, EngineUnavailableError, ModelError
 
 T = TypeVar("T")
 
@@ -103,11 +103,13 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine = self._build()
+            self._engine = _load(self._build)
             self.life.advance(EngineStatus.READY)
             self._serve(self._engine)
             save_cache(self._engine)
             self._engine.close()
+        except ModelError as error:  # nothing crashed: its message is all there is to know
+            self._end_all(self.life.die(error.message))
         except BaseException as error:  # whatever it was, nobody may wait for ever
             logger.exception("the engine thread ends")
             # A CBError is ours and explains itself; another error's text may hold users' data.
@@ -125,8 +127,8 @@ class EngineThread:
             if engine.has_work and not self._is_over(engine):
                 self._watchdog.step_begins()
                 self._publish(engine, engine.step())
-                self._watchdog.step_ends()
             self._look_around(engine)
+        self._watchdog.step_ends()
 
     def _is_over(self, engine: Engine) -> bool:
         if self.life.is_dead:
@@ -138,8 +140,11 @@ class EngineThread:
     def _take_messages(self, engine: Engine) -> None:
         """Everything that has come in; waits for something when there is nothing to compute."""
         wait = not engine.has_work and self._stop_at is None
+        if wait:
+            self._watchdog.step_ends()  # the one place where nothing need happen
         while (message := self._inbox.take(wait=wait)) is not None:
             wait = False
+            self._watchdog.step_begins()  # a call can hang as well
             match message:
                 case Submit(requests):
                     for request in requests:
@@ -174,3 +179,11 @@ class EngineThread:
         self.output_queue.fail_all(error, step=step, now=time.monotonic(), final=True)
         self._inbox.close(error)
         self.life.ended.set()
+
+
+def _load(build: Callable[[], Engine]) -> Engine:
+    """No request is here yet, so whatever is wrong may be told in full."""
+    try:
+        return build()
+    except (ConfigError, ModelError) as error:
+        raise ModelError(f"the model cannot be served: {error.message}") from error

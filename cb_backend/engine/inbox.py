@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -32,12 +33,13 @@ class Call:
     answer: Future[Any]
 
     def run(self, engine: Engine) -> None:
-        if not self.answer.set_running_or_notify_cancel():
+        if self.answer.done() or not self.answer.set_running_or_notify_cancel():
             return
-        try:
-            self.answer.set_result(self.function(engine))
-        except Exception as error:  # the caller's, who waits for it
-            self.answer.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # it hung, and was answered by `close`
+            try:
+                self.answer.set_result(self.function(engine))
+            except Exception as error:  # the caller's, who waits for it
+                self.answer.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +86,6 @@ class Inbox:
             self._closed = error
             calls = list(self._calls)
         for answer in calls:
-            if answer.set_running_or_notify_cancel():
+            # Also one that is running, in a thread that hangs or has died of it.
+            with contextlib.suppress(InvalidStateError):
                 answer.set_exception(error)

@@ -27,7 +27,7 @@ from cb_backend.core.step_io import (
     StepResult,
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
-from cb_backend.errors import ErrorInfo, RequestFailedError
+from cb_backend.errors import ErrorInfo, ModelError, RequestFailedError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
@@ -129,7 +129,10 @@ class ModelRunner:
                 load_blocks(Path(path), places, self._cache)
 
     def warm_up(self) -> None:
-        """One step of two requests, long enough to meet both kinds of attention."""
+        """One step of two requests, long enough to meet both kinds of attention.
+
+        Raises ModelError for a model whose logits are not finite: no request could be answered.
+        """
         num_tokens = min(8, self._info.max_model_len)
         blocks = tuple(range(-(-num_tokens // self._info.block_size)))
         params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -137,10 +140,15 @@ class ModelRunner:
         chunk = ScheduledRow("warm-up", 0, num_tokens - 1, blocks, False)
         token = ScheduledRow("warm-up", num_tokens - 1, 1, (), True)
         rows = [(chunk,), (token,)] if num_tokens > 1 else [(token,)]
-        self.execute(StepPlan(0, (), (admission,), rows[0]))
+        result = self.execute(StepPlan(0, (), (admission,), rows[0]))
         for later in rows[1:]:
-            self.execute(StepPlan(0, (), (), later))
+            result = self.execute(StepPlan(0, (), (), later))
         self.execute(StepPlan(0, ("warm-up",), (), ()))
+        if result.failed:
+            raise ModelError(
+                f"its logits in {self._info.dtype} are not finite numbers: the weights are damaged,"
+                " or need a dtype of greater range"
+            )
 
     def learn(self, costs: SwapCosts) -> None:
         """Known only once the runner runs."""

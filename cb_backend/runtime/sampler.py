@@ -162,6 +162,7 @@ def _nucleus(
     goals = top_p.double() * torch.where(limited, sums[:, -1], totals)
     before = torch.cat((torch.zeros_like(sums[:, :1]), sums[:, :-1]), -1)
     kept = in_top_k & ((before < goals[:, None]) | (top_p >= 1.0)[:, None])
+    kept[:, 0] = True  # a top_p too small for a float32 is 0 here, and keeps the first as well
     # A top_k beyond the candidates changes what top_p counts as the whole.
     return kept, limited | ((limits >= vocab_size) & (top_p < 1.0) & (sums[:, -1] >= goals))
 

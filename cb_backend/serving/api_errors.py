@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from cb_backend import limits
 from cb_backend.errors import (
     CBError,
     DeadlineError,
@@ -69,7 +72,7 @@ def error_body(error: CBError) -> dict[str, Any]:
     return _body(error.message, status_of(error), param=error.field, code=error.code)
 
 
-def error_response(error: CBError) -> JSONResponse:
+def error_response(error: CBError) -> Response:
     status = status_of(error)
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
@@ -78,7 +81,7 @@ def error_response(error: CBError) -> JSONResponse:
         headers["retry-after"] = _RETRY_AFTER_S[status]
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status, headers)
+    return _response(error_body(error), status, headers)
 
 
 async def on_cb_error(request: Request, error: Exception) -> Response:
@@ -94,7 +97,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """An unknown route, or a route that has no such method."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return JSONResponse(_body(message, error.status_code), error.status_code, error.headers)
+    return _response(_body(message, error.status_code), error.status_code, error.headers)
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
@@ -141,10 +144,18 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path
 
 
+def _response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None) -> Response:
+    """In ASCII: what an error quotes of the client's may be no Unicode."""
+    content = json.dumps(body, separators=(",", ":")).encode("ascii")
+    return Response(content, status, headers, media_type="application/json")
+
+
 def _body(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
     if status == 429:
         kind = "rate_limit_error"
+    message = message[: limits.MAX_ERROR_CHARS]
+    param = param and param[: limits.MAX_ERROR_CHARS]
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -7,6 +7,7 @@ loop, any number of them.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
@@ -33,6 +34,7 @@ class AsyncEngine:
         self.config = config
         self._thread = thread
         self._loops: dict[asyncio.AbstractEventLoop, _LoopStreams] = {}
+        self._loops_lock = threading.Lock()  # each loop has a thread of its own
 
     @property
     def is_ready(self) -> bool:
@@ -118,11 +120,12 @@ class AsyncEngine:
         self._thread.close()
 
     def _streams_of(self, loop: asyncio.AbstractEventLoop) -> _LoopStreams:
-        if loop not in self._loops:
-            for known in [known for known in self._loops if known.is_closed()]:
-                del self._loops[known]
-            self._loops[loop] = _LoopStreams(loop)
-        return self._loops[loop]
+        with self._loops_lock:
+            if loop not in self._loops:
+                for known in [known for known in self._loops if known.is_closed()]:
+                    del self._loops[known]
+                self._loops[loop] = _LoopStreams(loop)
+            return self._loops[loop]
 
 
 class _LoopStreams:

@@ -105,13 +105,8 @@ def _resolve_max_tokens(wanted: int | None, num_prompt_tokens: int, max_model_le
     """`wanted`, or what is left of the context. Raises when prompt and output do not fit."""
     if num_prompt_tokens == 0:
         raise InvalidRequestError("prompt must have at least 1 token, got 0", field="prompt")
+    limits.check_prompt_fits(num_prompt_tokens, max_model_len)
     left = max_model_len - num_prompt_tokens
-    if left < 1:
-        raise PromptTooLongError(
-            f"prompt has {num_prompt_tokens} tokens, but this model's context of {max_model_len}"
-            f" tokens leaves room for at most {max_model_len - 1}; shorten it",
-            field="prompt",
-        )
     if wanted is not None and wanted > left:
         raise PromptTooLongError(
             f"prompt has {num_prompt_tokens} tokens and max_tokens asks for {wanted} more, but"

@@ -77,6 +77,7 @@ class EngineMetrics:
         ]
         self._tenants = TenantMetrics(registry)
         self._seen = EngineStats()
+        self._is_first = True
 
     async def follow(self, engine: HasStats) -> None:
         """Copy the engine's own counts, until cancelled."""
@@ -85,8 +86,10 @@ class EngineMetrics:
             await asyncio.sleep(_REFRESH_S)
 
     def refresh(self, stats: EngineStats) -> None:
-        if stats == self._seen:
+        # The first time also without news: a gauge may still show what a dead runner left there.
+        if stats == self._seen and not self._is_first:
             return
+        self._is_first = False
         for gauges, value in (
             (self._running, stats.num_running),
             (self._waiting, stats.num_waiting),

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cb_backend import limits
 from cb_backend.core.step_io import ModelInfo
 from cb_backend.errors import EngineNotReadyError, InvalidRequestError
 from cb_backend.serving.api_errors import (
@@ -102,6 +103,8 @@ class OpenAIRoutes:
                 raise InvalidRequestError(
                     f"prompt[{index}] is empty: it has no tokens", field="prompt"
                 )
+            # The engine would say the same, after millions of ids have been sent to it.
+            limits.check_prompt_fits(len(prompt), info.max_model_len)
         form = CompletionFormat(info.model_name, label_of(request))
         return await self._answer(request, body, prompts, form)
 
@@ -127,6 +130,8 @@ class OpenAIRoutes:
         model = self._language_model()
         info = await model.info()
         _check_model(body.model, info)
+        # More is no text of this model's, and one call holds all threads up.
+        limits.check_at_most("tokens", len(body.tokens), info.max_model_len, "ids")
         for index, token_id in enumerate(body.tokens):
             if token_id >= info.vocab_size:
                 raise InvalidRequestError(

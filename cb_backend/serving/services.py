@@ -21,6 +21,7 @@ from cb_backend.serving.engine_client import EngineClient, LocalClient
 from cb_backend.serving.gateway import Gateway
 from cb_backend.serving.language_model import LanguageModel
 from cb_backend.serving.metrics import EngineMetrics
+from cb_backend.serving.model_files import check_model_files
 from cb_backend.serving.model_source import (
     ModelSource,
     SourceKind,
@@ -152,7 +153,9 @@ def _codec() -> TextCodec:
 
 def _model_folder() -> str:
     try:
-        return str(_source().folder())
+        folder = _source().folder()
+        check_model_files(folder)
+        return str(folder)
     except ConfigError as error:
         raise BentoMLException(error.message) from error
 

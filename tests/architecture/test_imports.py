@@ -50,6 +50,7 @@ LAYERS = {
             "jinja2",
             "prometheus_client",
             "pydantic",
+            "safetensors",
             "starlette",
             "tokenizers",
             "transformers",

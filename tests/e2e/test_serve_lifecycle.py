@@ -76,6 +76,7 @@ def test_a_killed_runner_ends_its_streams_with_an_error_and_the_next_one_serves(
     with server.http.stream("POST", COMPLETIONS, json=request(60_000)) as response:
         pieces = response.iter_bytes()
         next(pieces)
+        server.wait_until(lambda: server.metric("cb_requests_running") == 1)
         server.worker("EngineRunner").kill()
         rest = b"".join(pieces).decode()
     assert '"code":"engine_dead"' in rest
@@ -83,6 +84,7 @@ def test_a_killed_runner_ends_its_streams_with_an_error_and_the_next_one_serves(
     server.wait_until(lambda: server.status_of("/livez") == 503)
     server.wait_until_ready()
     assert server.status_of("/livez") == 200
+    server.wait_until(server.is_idle)  # no gauge still speaks for the dead one
     assert "[DONE]" in server.http.post(COMPLETIONS, json=request(4)).text
 
 

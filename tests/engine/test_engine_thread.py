@@ -14,7 +14,12 @@ from cb_backend.core.step_io import StepPlan
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.lifecycle import EngineStatus
-from cb_backend.errors import EngineDeadError, EngineNotReadyError, EngineUnavailableError
+from cb_backend.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    EngineUnavailableError,
+    ModelError,
+)
 from tests.fakes import RecordingReceiver, ShadowExecutor, make_request, solo_output
 
 Start = Callable[..., EngineThread]
@@ -130,6 +135,21 @@ def test_a_model_that_cannot_be_loaded_leaves_a_dead_engine_that_says_why(start:
         thread.engine  # noqa: B018 -- the property raises
 
 
+def test_a_model_that_is_wrong_is_told_in_one_line_without_a_traceback(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> ShadowExecutor:
+        raise ModelError("its weights lack 'lm_head'")
+
+    thread = start(load)
+    eventually(thread.life.ended.is_set)
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert "the model cannot be served: its weights lack 'lm_head'" in record.getMessage()
+    with pytest.raises(EngineDeadError, match="lack 'lm_head'"):
+        thread.submit(make_request("a", [1]), RecordingReceiver())
+
+
 def test_an_abort_takes_effect_before_the_next_step(start: Start) -> None:
     gate = Gate()
     executor = ShadowExecutor(before_step=gate)
@@ -208,6 +228,35 @@ def test_a_step_that_hangs_is_noticed_and_every_stream_ends(start: Start) -> Non
     gate.open()  # the step comes back, too late: nothing of it may be delivered
     eventually(lambda: not thread._thread.is_alive())
     assert [e.finish_reason for e in receiver.of("a")] == [FinishReason.ERROR]
+
+
+def test_a_call_that_hangs_is_noticed_like_a_step(start: Start) -> None:
+    thread = ready(start(ShadowExecutor(), step_timeout_s=0.2))
+    release, receiver = threading.Event(), RecordingReceiver()
+    hanging = thread.call(lambda engine: release.wait(20.0))
+    queued = thread.call(lambda engine: None)
+    thread.submit(make_request("a", [1]), receiver)
+    try:
+        for answer in (hanging, queued):
+            with pytest.raises(EngineDeadError):
+                answer.result(10.0)
+        eventually(lambda: len(receiver.of("a")) == 1)
+        assert receiver.of("a")[0].error is not None
+    finally:
+        release.set()
+    thread._thread.join(10.0)
+    assert not thread._thread.is_alive()
+
+
+def test_a_call_that_ends_the_thread_leaves_nobody_waiting(start: Start) -> None:
+    def leave(engine: Engine) -> None:
+        raise SystemExit
+
+    thread = ready(start(ShadowExecutor()))
+    for function in (leave, lambda engine: None):
+        with pytest.raises(EngineDeadError):
+            thread.call(function).result(10.0)
+    assert thread.life.ended.wait(10.0)
 
 
 def test_draining_lets_running_requests_finish_and_refuses_new_ones(start: Start) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import StepPlan
-from cb_backend.errors import ConfigError, InternalError
+from cb_backend.errors import ConfigError, InternalError, ModelError
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.loader import load_model
 from tests.models import FALLBACK, LLAMA, NATIVE, TinyModel
@@ -222,3 +222,11 @@ def test_bfloat16_follows_float32_closely(llama: Case) -> None:
         expected = llama.model(input_ids=torch.tensor([PROMPTS[-1]]), use_cache=False).logits[0]
     logits = packed_logits(model, PROMPTS)[-1].float()
     assert (logits - expected).norm() / expected.norm() < 0.05
+
+
+def test_weights_that_are_no_numbers_are_found_before_the_first_request(tmp_path: Path) -> None:
+    model = LLAMA.build()
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="not finite"):
+        load_runner(tmp_path)

@@ -174,3 +174,21 @@ def test_extreme_temperatures_neither_overflow_nor_leave_the_vocabulary() -> Non
     logits = torch.tensor([1e4, -1e4, 3e4, 2.9e4])
     assert set(draw_many(logits, SamplingParams(temperature=1e-6), 50).tolist()) == {2}
     assert set(draw_many(logits, SamplingParams(temperature=100.0), 50).tolist()) <= {0, 2, 3}
+
+
+SMALLEST = (5e-324, 1e-320, 1e-45, 1e-38, 1e-8)  # some of them are 0 as a float32
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 343, 4096])
+@pytest.mark.parametrize("top_k", [0, 1, 5])
+def test_a_parameter_that_float32_cannot_hold_draws_the_likeliest_token(
+    num_tokens: int, top_k: int
+) -> None:
+    logits = torch.randn(num_tokens, generator=torch.Generator().manual_seed(1)) * 5
+    params = [SamplingParams(top_p=small, top_k=top_k) for small in SMALLEST]
+    params += [SamplingParams(temperature=small, top_k=top_k) for small in SMALLEST]
+    params += [SamplingParams(min_p=1.0, top_p=small, top_k=top_k) for small in SMALLEST]
+    rows = rows_of(params, list(range(len(params))), [0] * len(params))
+    tokens, sound = sample(logits.expand(len(params), -1).contiguous(), rows)
+    assert sound.all()
+    assert set(tokens.tolist()) == {int(logits.argmax())}

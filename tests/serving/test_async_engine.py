@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -201,6 +202,26 @@ async def test_a_hang_raises_in_every_reader_and_turns_the_engine_dead() -> None
         engine.model_info()
     gate.open()
     await asyncio.to_thread(engine.close)
+
+
+class SlowLoop(asyncio.SelectorEventLoop):
+    """Whoever asks it something lets other threads run meanwhile."""
+
+    def is_closed(self) -> bool:
+        time.sleep(0.001)
+        return super().is_closed()
+
+
+async def test_many_loops_may_begin_to_read_at_once(engine: AsyncEngine) -> None:
+    def read_on_new_loops() -> None:
+        for _ in range(5):
+            with asyncio.Runner(loop_factory=SlowLoop) as runner:
+                assert len(runner.run(tokens_of(engine, greedy([1, 2], 2)))) == 2
+
+    with ThreadPoolExecutor(8) as pool:
+        readers = [pool.submit(read_on_new_loops) for _ in range(8)]
+    for reader in readers:
+        reader.result()
 
 
 async def test_readers_on_several_loops_get_their_own_tokens(engine: AsyncEngine) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from cb_backend import limits
-from tests.fakes import VOCAB_SIZE
-from tests.serving.conftest import CONTEXT, chat, completion
+from cb_backend.core.step_io import ModelInfo
+from cb_backend.serving.engine_client import EngineClient
+from cb_backend.serving.text_codec import TextCodec
+from tests.fakes import VOCAB_SIZE, make_model_info
+from tests.serving.conftest import CONTEXT, chat, completion, gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -217,6 +220,7 @@ async def test_a_bad_prompt_is_refused_as_such(http: httpx.AsyncClient, prompt: 
         b'{"messages": [{"role": "user", "content": "hi"}]} more',
         b"\xff\xfe{}",
         b'{"prompt": "a", "prompt": "b"}',
+        b'{"\\ud800": "a", "\\ud800": "b"}',
         b'{"messages": [{"role": "user", "content": "a\\ud83d b"}]}',
         b'{"messages": [{"role": "user", "content": "hi"}], "user": "\\udc00"}',
         b'{"messages": [{"role": "user", "content": "hi"}], "\\udc00": 1}',
@@ -290,6 +294,37 @@ async def test_a_hopelessly_long_text_is_refused_before_it_is_tokenized(
     assert error["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(model="x" * 100_000),
+        chat() | {"x" * 100_000: 1},
+        {"messages": [{"role": ["x" * 100_000], "content": "hi"}]},
+    ],
+)
+async def test_an_error_quotes_the_client_in_part_only(http: httpx.AsyncClient, body: Any) -> None:
+    response = await http.post(CHAT, json=body)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 10_000
+
+
+async def test_a_list_of_ids_beyond_the_context_never_reaches_the_engine(
+    codec: TextCodec,
+) -> None:
+    class Client:
+        async def model_info(self) -> ModelInfo:
+            return make_model_info(max_model_len=CONTEXT)
+
+        def generate(self, request: Any) -> Any:
+            raise AssertionError("the engine was asked")
+
+    transport = httpx.ASGITransport(gateway(cast("EngineClient", Client()), codec))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        response = await http.post(COMPLETIONS, json=completion([[7], [7] * CONTEXT]))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_limits_that_differ_by_name_only_may_not_contradict(
     http: httpx.AsyncClient,
 ) -> None:
@@ -307,6 +342,7 @@ async def test_limits_that_differ_by_name_only_may_not_contradict(
         ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": ["1"]}, "tokens"),
+        ("/detokenize", {"tokens": [7] * (CONTEXT + 1)}, "tokens"),
     ],
 )
 async def test_the_tokenizer_routes_check_their_fields(

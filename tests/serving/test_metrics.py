@@ -77,6 +77,18 @@ def test_gauges_go_down_again(metrics: EngineMetrics, registry: CollectorRegistr
     assert registry.get_sample_value("cb_kv_cache_usage_ratio") == 0
 
 
+def test_a_restarted_runner_takes_back_what_the_dead_ones_gauges_say(
+    metrics: EngineMetrics, registry: CollectorRegistry
+) -> None:
+    # As in prometheus_client's multiprocess files, which outlive the process.
+    for gauges in (metrics._running, metrics._waiting, metrics._kv_usage):
+        for gauge in gauges:
+            gauge.set(8)
+    metrics.refresh(EngineStats())
+    for name in ("cb_requests_running", "cb_requests_waiting", "cb_kv_cache_usage_ratio"):
+        assert registry.get_sample_value(name) == 0
+
+
 def test_latencies_come_from_the_times_of_the_steps(
     metrics: EngineMetrics, registry: CollectorRegistry
 ) -> None:

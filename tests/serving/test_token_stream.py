@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -133,7 +132,7 @@ async def test_ending_a_stream_drops_it_once_and_waits_for_what_it_took() -> Non
     await asyncio.sleep(0)
     assert drops.count == 1
     cost = RequestCost(0.5, 2.0, 1)
-    stream.put(replace(event(finish=FinishReason.ABORT), cost=cost))
+    stream.put(event(finish=FinishReason.ABORT)._replace(cost=cost))
     assert await ending == cost
     await stream.aclose()
     assert drops.count == 1

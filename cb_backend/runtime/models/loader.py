@@ -63,7 +63,9 @@ def read_config(folder: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # each architecture checks its fields in ways of its own
         raise ModelError(f"cannot use the config in {folder}: {error}", field="model") from error
     return config
 

@@ -97,6 +97,17 @@ def test_weights_the_decoder_would_ignore_send_the_model_to_transformers(tmp_pat
         _load(tmp_path, implementation="native")
 
 
+@pytest.mark.parametrize("value", ["many", None, -1, [2]])
+def test_a_config_that_transformers_refuses_in_its_own_way_is_a_model_error(
+    tmp_path: Path, value: object
+) -> None:
+    LLAMA.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": value}))
+    with pytest.raises(ModelError):
+        _load(tmp_path)
+
+
 def test_native_that_was_asked_for_and_does_not_cover_raises(tmp_path: Path) -> None:
     FALLBACK[0].save(tmp_path)
     with pytest.raises(ModelError, match="'gpt_neox' is not one of its families"):

@@ -11,7 +11,7 @@ from cb_backend.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "native", "transformers"]
-PolicyName = Literal["deadline", "fair", "fcfs", "priority"]
+POLICY_NAMES = ("deadline", "fair", "fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class EngineConfig:
     cache_file: str | None = None  # where the prefix cache is kept between two runs; None: nowhere
     num_host_kv_blocks: int = 0  # blocks in host memory that evicted ones go to; 0: none
 
-    policy: PolicyName = "fcfs"  # order of requests; fair is per tenant
+    policy: str = "fcfs"  # order of requests: deadline, fair (per tenant), fcfs, priority, or one
+    # of your own as "module:Class", a core.policies.Policy that takes no arguments
     priority_ageing_s: float = 10.0  # seconds of waiting that are worth one level of priority
     tenant_weights: Mapping[str, float] | None = None  # shares under fair; who is not named has 1
 
@@ -68,6 +69,7 @@ class EngineConfig:
                 _check_positive(name, value, field=name)
         for tenant, weight in (self.tenant_weights or {}).items():
             _check_positive(f"tenant_weights[{tenant}]", weight, field="tenant_weights")
+        _check_policy(self.policy)
         if self.memory_fraction > 1.0:
             raise ConfigError(
                 f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}",
@@ -84,7 +86,6 @@ class EngineConfig:
 _CHOICES = {
     "dtype": get_args(Dtype),
     "implementation": get_args(Implementation),
-    "policy": get_args(PolicyName),
 }
 _INTEGERS = {  # and their least values
     "max_model_len": 1,
@@ -112,6 +113,11 @@ _POSITIVE = (
 def _check_not_empty(name: str, value: str | None) -> None:
     if value == "":
         raise ConfigError(f"{name} must not be an empty string", field=name)
+
+
+def _check_policy(name: str) -> None:
+    if ":" not in name:  # one of the user's own is checked when it is made
+        _check_choice("policy", name, (*POLICY_NAMES, "module:Class"))
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

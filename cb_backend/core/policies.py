@@ -1,12 +1,13 @@
 """Who is served next, and who gives way. Engine thread only; plain bookkeeping, no clock.
 
 A policy answers with keys that do not change while a request waits, so that a queue of ten
-thousand costs no more than a queue of ten. Write your own by subclassing `Policy`: override what
-differs, and register it in `POLICIES` under the name that the configuration uses.
+thousand costs no more than a queue of ten. Write your own by subclassing `Policy` and overriding
+what differs; the configuration names it as "module:Class".
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Mapping
 
 from cb_backend.config import EngineConfig
@@ -126,12 +127,31 @@ class FairPolicy(Policy):
 
 
 def policy_of(config: EngineConfig, name: str) -> Policy:
-    """The policy of that name, as configured. Raises ConfigError naming the ones that exist."""
+    """The policy of that name, as configured, or the user's own, as "module:Class".
+
+    Raises ConfigError when there is none.
+    """
+    if ":" in name:
+        return _own_policy(name)
     if name not in POLICIES:
         raise ConfigError(
-            f"policy must be one of {', '.join(sorted(POLICIES))}, got {name!r}", field="policy"
+            f"policy must be one of {', '.join(sorted(POLICIES))} or module:Class, got {name!r}",
+            field="policy",
         )
     return POLICIES[name](config)
+
+
+def _own_policy(name: str) -> Policy:
+    module, _, attribute = name.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"policy {name!r} cannot be made: {error}", field="policy") from error
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"policy {name!r} must be a cb_backend.core.policies.Policy", field="policy"
+        )
+    return policy
 
 
 POLICIES: dict[str, Callable[[EngineConfig], Policy]] = {

@@ -1,6 +1,7 @@
 """Moves whole KV blocks: to another block, to the host tier, and back. Engine thread.
 
-All on the compute stream for now, so a copy is done before the forward pass that needs it.
+On CUDA the copies have a stream of their own. It waits for the steps before, and the next step
+waits for it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,23 @@ class BlockCopier:
             shape, dtype=cache.pool.dtype, pin_memory=cache.pool.device.type == "cuda"
         )
 
+        is_cuda = cache.pool.device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+        if is_cuda:
+            self._stream = torch.cuda.Stream(cache.pool.device)  # type: ignore[no-untyped-call]
+
     def run(self, copies: Sequence[BlockCopy]) -> None:
         """In their order, since a later copy may read or overwrite what an earlier one touched."""
+        if self._stream is None or not copies:
+            self._run(copies)
+            return
+        compute = torch.cuda.current_stream(self._cache.pool.device)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            self._run(copies)
+        compute.wait_stream(self._stream)
+
+    def _run(self, copies: Sequence[BlockCopy]) -> None:
         for kind, group in groupby(copies, key=lambda copy: copy.kind):
             source = self._host if kind is CopyKind.IN else self._cache.pool
             target = self._host if kind is CopyKind.OUT else self._cache.pool

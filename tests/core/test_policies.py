@@ -23,7 +23,9 @@ from tests.fakes import make_request, next_by_hashing, solo_output
 
 
 def test_an_unknown_policy_is_refused_with_the_names_of_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="deadline, fair, fcfs, priority, got 'lifo'"):
+    with pytest.raises(
+        ConfigError, match="deadline, fair, fcfs, priority or module:Class, got 'lifo'"
+    ):
         policy_of(EngineConfig(model="m"), "lifo")
 
 
@@ -201,6 +203,26 @@ def test_a_policy_of_ones_own_is_one_small_class() -> None:
         driver.add(make_request(f"p{length}", range(length), max_tokens=2))
     driver.run()
     assert list(driver.ended) == ["p1", "p2", "p5", "p9"]
+
+
+def test_a_policy_of_ones_own_is_configured_by_its_place() -> None:
+    config = EngineConfig(model="m", policy=f"{__name__}:ShortestPromptFirst")
+    assert isinstance(policy_of(config, config.policy), ShortestPromptFirst)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_such_module:Policy", "No module named"),
+        (f"{__name__}:NoSuchPolicy", "has no attribute"),
+        (f"{__name__}:Driver", "missing 1 required positional argument"),
+        ("collections:Counter", "must be a cb_backend.core.policies.Policy"),
+        (":", "cannot be made"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        policy_of(EngineConfig(model="m"), name)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

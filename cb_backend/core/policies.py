@@ -21,6 +21,7 @@ class Policy:
     """First come, first served: the order of arrival, and the latest arrival gives way."""
 
     name = "fcfs"
+    keeps_accounts = False  # whether `charged` wants to be told of every step
 
     def key(self, request: Request) -> Key:
         """The request's place, fixed when it is queued: the smallest is admitted first, gets its
@@ -93,6 +94,7 @@ class FairPolicy(Policy):
     """
 
     name = "fair"
+    keeps_accounts = True
     COST_OF_PROMPT_TOKEN = 1.0
     COST_OF_CACHED_TOKEN = 0.1
     COST_OF_OUTPUT_TOKEN = 2.0

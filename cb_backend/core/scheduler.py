@@ -71,13 +71,13 @@ class Scheduler:
         """Take in what `plan` computed; returns an event for each request that moved visibly."""
         events = []
         self.blocks.pins.expire(now)
-        running, sampled = self.running, result.token_ids
+        running, sampled, failed = self.running, result.token_ids, result.failed
         block_size, has_window = self.limits.block_size, self.limits.window is not None
         for row in plan.rows:
             request = running.get(row.request_id)
             if request is None:
                 continue  # ended while the step ran
-            if (error := result.failed.get(row.request_id)) is not None:
+            if failed and (error := failed.get(row.request_id)) is not None:
                 events.append(self._finish(request, FinishReason.ERROR, now, error))
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens

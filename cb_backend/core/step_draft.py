@@ -18,6 +18,7 @@ class StepDraft:
 
     left: int
     preempted: set[str] = field(default_factory=set)
+    partial: list[Request] = field(default_factory=list)  # could use more than they were given
     _requests: list[Request] = field(default_factory=list)  # as they were first given something
     _num_new: dict[str, int] = field(default_factory=dict)  # of each of them, in the same order
     # The table's length before the step, of those whose table has grown.
@@ -43,6 +44,9 @@ class StepDraft:
             self._table_start.setdefault(request_id, len(request.block_table))
             blocks.grow(request, num_tokens)
 
+    def share_of(self, request: Request) -> int:
+        return self._num_new[request.request_id]
+
     def shares(self) -> list[tuple[Request, int]]:
         """Each request with what it has so far, in the order in which they were first given."""
         return list(zip(self._requests, self._num_new.values(), strict=True))
@@ -53,19 +57,20 @@ class StepDraft:
             step=step,
             retired=retired,
             admitted=tuple(_admission(request) for request in self._admitted),
-            rows=tuple(self._row(request, num_new) for request, num_new in self.shares()),
+            rows=self._rows(),
             copies=copies,
         )
 
-    def _row(self, request: Request, num_new: int) -> ScheduledRow:
-        start = self._table_start.get(request.request_id)
-        return ScheduledRow(
-            request.request_id,
-            request.num_computed_tokens,
-            num_new,
-            () if start is None else tuple(request.block_table[start:]),
-            num_new == request.num_uncomputed_tokens,
-        )
+    def _rows(self) -> tuple[ScheduledRow, ...]:
+        rows, starts = [], self._table_start
+        for request, num_new in zip(self._requests, self._num_new.values(), strict=True):
+            request_id, num_computed = request.request_id, request.num_computed_tokens
+            new_block_ids = (
+                tuple(request.block_table[starts[request_id] :]) if request_id in starts else ()
+            )
+            samples = num_computed + num_new == len(request.token_ids)
+            rows.append(ScheduledRow(request_id, num_computed, num_new, new_block_ids, samples))
+        return tuple(rows)
 
 
 def _admission(request: Request) -> Admission:

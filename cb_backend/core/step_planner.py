@@ -5,6 +5,8 @@ Engine thread only. One equation for all: a request gets `min(num_uncomputed_tok
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cb_backend.core.kv_blocks import Found, KVBlocks
 from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.roster import Roster
@@ -32,9 +34,9 @@ class StepPlanner:
         if self._continue_running(draft):
             self._admit_waiting(draft)
         self._spend_rest(draft)
-        charged = self._roster.policy.charged
-        for request, num_new in draft.shares():
-            charged(request, num_new, 0)
+        if self._roster.policy.keeps_accounts:
+            for request, num_new in draft.shares():
+                self._roster.policy.charged(request, num_new, 0)
         return draft
 
     def lacks(self, request: Request) -> str:
@@ -42,7 +44,7 @@ class StepPlanner:
         if not self._has_seat():
             return f"a seat: {len(self._roster.running)} of {self._limits.max_num_seqs} are taken"
         wanted = self._blocks.num_taken(request, self._look_up(request))
-        left = self._num_unpromised() - self._headroom()
+        left = self._num_unpromised(self._roster.running.values()) - self._headroom()
         if wanted > left:
             return f"KV blocks: it needs {wanted}, {max(left, 0)} are not promised to others"
         return ""
@@ -72,6 +74,8 @@ class StepPlanner:
             has_place = num_tokens <= len(request.block_table) * block_size
             if has_place or self._make_room(request, num_new, draft):
                 draft.give(request, num_new, self._blocks)
+                if request.num_computed_tokens + num_new < num_tokens:
+                    draft.partial.append(request)
         return self.num_preemptions == num_lost
 
     def _make_room(self, request: Request, num_new: int, draft: StepDraft) -> bool:
@@ -86,8 +90,8 @@ class StepPlanner:
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         if not (self._roster.waiting and self._has_seat()):
-            return  # as in most steps: spare them the sum over all that run
-        left = self._num_unpromised()
+            return
+        left = self._num_unpromised(draft.partial)
         while self._roster.waiting and draft.left > 0 and self._has_seat():
             request = self._roster.waiting.peek()
             if request.request_id in draft.preempted:
@@ -99,27 +103,25 @@ class StepPlanner:
             if taken > left - self._headroom():
                 if self._roster.running or not self._blocks.pins.drop_oldest():
                     return
-                left = self._num_unpromised()
+                left = self._num_unpromised(draft.partial)
                 continue
             left -= taken
             self._admit(request, found, draft)
-            chunk = min(request.num_uncomputed_tokens, self._limits.max_prefill_chunk)
-            draft.give(request, min(chunk, draft.left), self._blocks)
+            chunk = min(self._limits.max_prefill_chunk, draft.left)
+            if request.num_uncomputed_tokens > chunk:
+                draft.partial.append(request)
+            draft.give(request, min(request.num_uncomputed_tokens, chunk), self._blocks)
 
     def _spend_rest(self, draft: StepDraft) -> None:
         """What is left after everyone had a share goes to the first that can use more."""
-        if draft.left <= 0:
-            return
-        for request, num_new in draft.shares():
-            if num_new == request.num_uncomputed_tokens:
-                continue
+        for request in draft.partial:
+            if draft.left <= 0:
+                return
             num_blocks = len(request.block_table) + self._blocks.pool.num_available
             room = num_blocks * self._limits.block_size - request.num_computed_tokens
-            more = min(request.num_uncomputed_tokens, room) - num_new
+            more = min(request.num_uncomputed_tokens, room) - draft.share_of(request)
             if more > 0:
                 draft.give(request, min(more, draft.left), self._blocks)
-                if draft.left <= 0:
-                    return
 
     def _admit(self, request: Request, found: Found, draft: StepDraft) -> None:
         self._blocks.attach(request, found)
@@ -151,10 +153,9 @@ class StepPlanner:
     def _has_seat(self) -> bool:
         return len(self._roster.running) < self._limits.max_num_seqs
 
-    def _num_unpromised(self) -> int:
-        """Available blocks less what the running ones need to catch up."""
-        running = self._roster.running.values()
-        promised = sum(self._missing(request, request.num_uncomputed_tokens) for request in running)
+    def _num_unpromised(self, behind: Iterable[Request]) -> int:
+        """Available blocks less what those who are behind need to catch up."""
+        promised = sum(self._missing(request, request.num_uncomputed_tokens) for request in behind)
         return self._blocks.pool.num_available - promised
 
     def _headroom(self) -> int:

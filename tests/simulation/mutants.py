@@ -176,14 +176,14 @@ MUTANTS = (
     Mutant(
         "a row samples before its last token",
         "cb_backend.core.step_draft",
-        "num_new == request.num_uncomputed_tokens,",
-        "num_new >= request.num_uncomputed_tokens - 1,",
+        "samples = num_computed + num_new == len(request.token_ids)",
+        "samples = num_computed + num_new >= len(request.token_ids) - 1",
     ),
     Mutant(
         "new blocks are sent again",
         "cb_backend.core.step_draft",
-        "() if start is None else tuple(request.block_table[start:]),",
-        "() if start is None else tuple(request.block_table),",
+        "tuple(request.block_table[starts[request_id] :]) if request_id in starts else ()",
+        "tuple(request.block_table) if request_id in starts else ()",
     ),
     Mutant(
         "the executor is not told who left",
@@ -212,8 +212,8 @@ MUTANTS = (
     Mutant(
         "a failed row goes on",
         "cb_backend.core.scheduler",
-        "if (error := result.failed.get(row.request_id)) is not None:",
-        "if (error := result.failed.get(row.request_id)) is not None and not row.samples:",
+        "if failed and (error := failed.get(row.request_id)) is not None:",
+        "if failed and (error := failed.get(row.request_id)) is not None and not row.samples:",
     ),
     Mutant(
         "a stop token is ignored",

@@ -46,7 +46,7 @@ def make_model_info(
         swap_costs=COPYING_IS_FREE,
         bytes_per_block=block_size * 8,
         window=window,
-        device="cpu",
+        device="fake",
         dtype="int64",
         attention="fake",
         implementation="native",

@@ -27,7 +27,8 @@ def refusal(
 ) -> CBError | None:
     """The error to refuse `request` with, or None to let it queue."""
     waiting = scheduler.waiting
-    num_live = len(waiting) + len(scheduler.running)
+    num_forks = sum(map(len, scheduler.roster.forks.values()))
+    num_live = len(waiting) + len(scheduler.running) + num_forks
     cap = limits.max_num_waiting + scheduler.limits.max_num_seqs
     if num_live >= cap:
         ahead = waiting.num_tokens / max(len(waiting), 1)  # until one of them leaves the queue

@@ -146,14 +146,12 @@ def policy_of(config: EngineConfig, name: str) -> Policy:
 def _own_policy(name: str) -> Policy:
     module, _, attribute = name.partition(":")
     try:
-        policy = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        kind = getattr(importlib.import_module(module), attribute)
+        if not (isinstance(kind, type) and issubclass(kind, Policy)):
+            raise TypeError("it must be a subclass of cb_backend.core.policies.Policy")
+        return kind()
+    except Exception as error:  # whatever the user's own module raises
         raise ConfigError(f"policy {name!r} cannot be made: {error}", field="policy") from error
-    if not isinstance(policy, Policy):
-        raise ConfigError(
-            f"policy {name!r} must be a cb_backend.core.policies.Policy", field="policy"
-        )
-    return policy
 
 
 POLICIES: dict[str, Callable[[EngineConfig], Policy]] = {

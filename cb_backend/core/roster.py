@@ -29,13 +29,17 @@ class Roster:
 
     def use(self, policy: Policy) -> None:
         """Order everything anew."""
-        waiting = list(self.waiting)
+        before = self.policy, self.waiting, self._active, self._order
         self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
-        for request in self.running.values():
-            self._activate(request)
-        for request in waiting:
-            self._queue(request)
-        self._order = sorted((policy.key(r), r.request_id) for r in self.running.values())
+        try:
+            self._order = sorted((policy.key(r), r.request_id) for r in self.running.values())
+            for request in self.running.values():
+                self._activate(request)
+            for request in before[1]:
+                self._queue(request)
+        except Exception:  # a policy of the user's own may raise: nobody is lost for it
+            self.policy, self.waiting, self._active, self._order = before
+            raise
 
     def add(self, request: Request) -> None:
         """Queue a new request, or keep it as a fork until its parent's prompt is computed."""

@@ -9,7 +9,7 @@ from cb_backend.core.explain import RequestView, explain
 from cb_backend.core.policies import policy_of
 from cb_backend.core.pool_resize import MemoryPolicy, resize_pool
 from cb_backend.engine.engine import Engine
-from cb_backend.errors import InvalidRequestError
+from cb_backend.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,11 @@ def resize_kv_pool(engine: Engine, num_blocks: int) -> None:
     _check_memory(engine, num_blocks)
     change = resize_pool(engine.scheduler, num_blocks, fewest=_fewest(engine))
     engine.recording.changed("num_blocks", num_blocks)
-    engine.executor.resize(change)
+    try:
+        engine.executor.resize(change)
+    except Exception as error:
+        logger.exception("the executor did not follow a new pool size")
+        raise EngineDeadError("the KV pool could not be resized, and is lost") from error
     logger.info("the KV pool now has %d blocks", num_blocks)
 
 
@@ -53,17 +57,23 @@ def mind_neighbours(engine: Engine) -> None:
     num_blocks = engine.scheduler.blocks.pool.num_blocks
     wanted = policy.choose(num_blocks, engine.executor.free_bytes())
     if wanted != num_blocks:
-        resize_kv_pool(engine, wanted)
+        try:
+            resize_kv_pool(engine, wanted)
+        except InvalidRequestError as error:  # no memory to move it through
+            logger.warning("the KV pool keeps its size: %s", error.message)
 
 
 def _check_memory(engine: Engine, num_blocks: int) -> None:
     """Asked first: an executor that runs out of memory half-way is beyond use."""
-    growth = num_blocks - engine.scheduler.blocks.pool.num_blocks
-    wanted = growth * engine.executor.model_info.bytes_per_block
-    if growth > 0 and wanted > (free := engine.executor.free_bytes()):
+    now, info = engine.scheduler.blocks.pool.num_blocks, engine.executor.model_info
+    extra = max(num_blocks - now, 0)
+    if info.device == "cpu":
+        extra += min(num_blocks, now)  # the blocks that are kept go through the same memory
+    wanted = extra * info.bytes_per_block
+    if wanted > (free := engine.executor.free_bytes()):
         raise InvalidRequestError(
-            f"num_kv_blocks of {num_blocks} are {growth} more than now and need"
-            f" {wanted / 2**30:.2f} GiB; the device has {free / 2**30:.2f} GiB free",
+            f"num_kv_blocks of {num_blocks}, now {now}, needs {wanted / 2**30:.2f} GiB;"
+            f" the device has {free / 2**30:.2f} GiB free",
             field="num_kv_blocks",
         )
 

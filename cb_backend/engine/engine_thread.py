@@ -106,7 +106,11 @@ class EngineThread:
             self._engine = _load(self._build)
             self.life.advance(EngineStatus.READY)
             self._serve(self._engine)
-            save_cache(self._engine)
+            self.life.advance(EngineStatus.STOPPED)
+            # Before anything that takes time: whoever still waits has waited long enough.
+            self._end_all(EngineUnavailableError("the engine has shut down"))
+            if not self.life.is_dead:
+                save_cache(self._engine)
             self._engine.close()
         except ModelError as error:  # nothing crashed: its message is all there is to know
             self._end_all(self.life.die(error.message))
@@ -117,9 +121,6 @@ class EngineThread:
             self._end_all(self.life.die(f"the engine thread crashed: {why}"))
             if self._engine is not None:
                 self._engine.recording.close()  # what led here
-        else:
-            self.life.advance(EngineStatus.STOPPED)
-            self._end_all(EngineUnavailableError("the engine has shut down"))
 
     def _serve(self, engine: Engine) -> None:
         while not self._is_over(engine):
@@ -142,7 +143,9 @@ class EngineThread:
         wait = not engine.has_work and self._stop_at is None
         if wait:
             self._watchdog.step_ends()  # the one place where nothing need happen
-        while (message := self._inbox.take(wait=wait)) is not None:
+        # Without a limit nothing wakes an idle engine: only a neighbour's need can call for that.
+        limit_s = None if engine.config.min_free_gib is None else LOOK_AROUND_INTERVAL_S
+        while (message := self._inbox.take(wait=wait, limit_s=limit_s)) is not None:
             wait = False
             self._watchdog.step_begins()  # a call can hang as well
             match message:

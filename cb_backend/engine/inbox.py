@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from cb_backend.core.request import Request
 from cb_backend.engine.engine import Engine
-from cb_backend.errors import CBError
+from cb_backend.errors import CBError, EngineDeadError
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ class Call:
                 self.answer.set_result(self.function(engine))
             except Exception as error:  # the caller's, who waits for it
                 self.answer.set_exception(error)
+                if isinstance(error, EngineDeadError):
+                    raise  # and everybody's: the engine cannot go on after this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,10 @@ class Inbox:
         self._messages.put(Call(function, answer))
         return answer
 
-    def take(self, *, wait: bool) -> Message | None:
-        """The next message; without `wait`, None when there is none."""
+    def take(self, *, wait: bool, limit_s: float | None) -> Message | None:
+        """The next message; without `wait`, or after `limit_s` of it, None when there is none."""
         try:
-            return self._messages.get(block=wait)
+            return self._messages.get(block=wait, timeout=limit_s)
         except Empty:
             return None
 

@@ -42,6 +42,8 @@ def save_cache(engine: Engine) -> None:
     if path is None:
         return
     blocks = engine.scheduler.blocks
+    while blocks.pins.drop_oldest():
+        pass  # pinned or not, this run is over
     indexed = blocks.prefix_cache.indexed_blocks
     idle = [block_id for block_id in blocks.pool.idle_blocks if block_id in indexed]
     try:

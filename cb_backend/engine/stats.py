@@ -16,7 +16,7 @@ from cb_backend.core.step_io import CopyKind, StepPlan, TokenEvent
 
 STEP_LOG_LENGTH = 4096
 MOST_TENANTS = 256  # that are counted by name
-OTHER_TENANTS = "other"
+OTHER_TENANTS = "(other)"  # no tenant can have this name
 
 
 @dataclass(frozen=True, slots=True)

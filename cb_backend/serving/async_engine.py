@@ -7,6 +7,7 @@ loop, any number of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -33,6 +34,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, thread: EngineThread) -> None:
         self.config = config
         self._thread = thread
+        self._last_stats = EngineStats()
         self._loops: dict[asyncio.AbstractEventLoop, _LoopStreams] = {}
         self._loops_lock = threading.Lock()  # each loop has a thread of its own
 
@@ -55,10 +57,10 @@ class AsyncEngine:
         return self._thread.engine.executor.model_info
 
     def stats(self) -> EngineStats:
-        try:
-            return self._thread.engine.stats()
-        except EngineUnavailableError:
-            return EngineStats()
+        """Of a dead engine, the last that were seen: its counters must not seem to fall."""
+        with contextlib.suppress(EngineUnavailableError):
+            self._last_stats = self._thread.engine.stats()
+        return self._last_stats
 
     def step_log(self) -> list[StepRecord]:
         """The last steps, oldest first."""

@@ -153,10 +153,15 @@ class RemoteSession:
 
         async def abort() -> None:
             await asyncio.wait({submit})
-            if submit.cancelled() or submit.exception() is not None:
+            error = None if submit.cancelled() else submit.exception()
+            if isinstance(error, CBError) and not isinstance(error, EngineUnavailableError):
                 self._streams.pop(tag, None)  # it was refused, and will have no last event
-            elif not self.has_ended:
+                return
+            # An answer that was lost on its way does not say that the request was not taken.
+            try:
                 await self._post(wire.ABORT_PATH, {"session": self._id, "tag": tag})
+            except CBError:
+                self._reader.cancel()  # the runner ends what a session carried when it ends
 
         self._spawn(abort())
 

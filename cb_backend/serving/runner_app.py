@@ -179,13 +179,16 @@ class _Session:
     def _on_step(self, events: list[TokenEvent]) -> None:
         tagged: list[tuple[int, TokenEvent]] = []
         for event in events:
-            tagged.append((self._tags[event.request_id], event))
+            if (tag := self._tags.get(event.request_id)) is None:
+                continue  # its submit raised half-way: the gateway knows nothing of it
+            tagged.append((tag, event))
             if (timer := self._timers.get(event.request_id)) is not None:
                 timer.observe(event)
             if event.finish_reason is not None:
                 self._forget(event.request_id)
-        self._unsent.append(wire.encode_step(tagged))
-        self.has_unsent.set()
+        if tagged:
+            self._unsent.append(wire.encode_step(tagged))
+            self.has_unsent.set()
 
     def _forget(self, request_id: str) -> None:
         del self._request_ids[self._tags.pop(request_id)]

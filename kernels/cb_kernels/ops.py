@@ -29,7 +29,12 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     Raises ValueError on shapes or dtypes that do not fit.
     """
     _check_caches(k_cache, v_cache)
-    if k.shape != v.shape or k.shape[1:] != k_cache.shape[2:] or k.dtype != k_cache.dtype:
+    if (
+        k.shape != v.shape
+        or k.shape[1:] != k_cache.shape[2:]
+        or k.dtype != k_cache.dtype
+        or v.dtype != v_cache.dtype
+    ):
         raise ValueError(f"k {_text(k)} and v {_text(v)} do not fit a cache {_text(k_cache)}")
     if slot_mapping.shape != k.shape[:1]:
         raise ValueError(f"{k.shape[0]} tokens need as many slots, got {_text(slot_mapping)}")

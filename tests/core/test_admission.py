@@ -103,3 +103,10 @@ def test_work_with_later_deadlines_does_not_count_against_an_earlier_one() -> No
 def test_other_policies_do_not_look_at_deadlines() -> None:
     request = make_request("new", range(10), max_tokens=100, deadline=0.0)
     assert ask(driver_with_queue(Policy(), []), request) is None
+
+
+def test_forks_count_towards_the_limit() -> None:
+    driver = driver_with_queue(Policy(), [])
+    driver.add(make_request("parent", range(9)))
+    driver.add(make_request("fork", range(9), fork_of="parent"))
+    assert isinstance(ask(driver, make_request("new", [1]), max_num_waiting=2), OverloadedError)

@@ -215,8 +215,9 @@ def test_a_policy_of_ones_own_is_configured_by_its_place() -> None:
     [
         ("no_such_module:Policy", "No module named"),
         (f"{__name__}:NoSuchPolicy", "has no attribute"),
-        (f"{__name__}:Driver", "missing 1 required positional argument"),
-        ("collections:Counter", "must be a cb_backend.core.policies.Policy"),
+        ("cb_backend.core.policies:PriorityPolicy", "missing 1 required positional argument"),
+        ("collections:Counter", "must be a subclass of cb_backend.core.policies.Policy"),
+        ("os:abort", "must be a subclass of cb_backend.core.policies.Policy"),
         (":", "cannot be made"),
     ],
 )
@@ -245,3 +246,30 @@ def test_changing_to_a_policy_at_run_time_orders_anew_and_loses_nothing(name: st
     driver.run()
     for request_id, prompt in prompts.items():
         assert driver.output[request_id] == solo_output(prompt, 6, next_by_hashing)
+
+
+class Moody(Policy):
+    """Fails on the second request that it is asked about."""
+
+    name = "moody"
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def key(self, request: Request) -> Key:
+        self.num_asked += 1
+        if self.num_asked == 3:
+            raise ValueError("no")
+        return super().key(request)
+
+
+def test_a_policy_that_fails_while_it_takes_over_loses_nobody() -> None:
+    driver = Driver(make_limits(max_num_seqs=1))
+    for number in range(5):
+        driver.add(make_request(f"r{number}", [number], max_tokens=2))
+    driver.step()
+    with pytest.raises(ValueError, match="no"):
+        driver.scheduler.roster.use(Moody())
+    assert driver.scheduler.roster.policy.name == "fcfs"
+    driver.run()
+    assert list(driver.ended) == [f"r{number}" for number in range(5)]

@@ -11,6 +11,8 @@ import pytest
 from cb_backend.config import EngineConfig
 from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import StepPlan
+from cb_backend.engine import engine_thread
+from cb_backend.engine.controls import resize_kv_pool
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.engine.lifecycle import EngineStatus
@@ -20,7 +22,13 @@ from cb_backend.errors import (
     EngineUnavailableError,
     ModelError,
 )
-from tests.fakes import RecordingReceiver, ShadowExecutor, make_request, solo_output
+from tests.fakes import (
+    RecordingReceiver,
+    ShadowExecutor,
+    make_model_info,
+    make_request,
+    solo_output,
+)
 
 Start = Callable[..., EngineThread]
 
@@ -42,10 +50,11 @@ def start() -> Iterator[Start]:
         *,
         step_timeout_s: float = 30.0,
         drain_timeout_s: float = 10.0,
+        **settings: object,
     ) -> EngineThread:
         def build() -> Engine:
             made = executor() if callable(executor) else executor
-            config = EngineConfig(model="fake", check_invariants=True)
+            config = EngineConfig(model="fake", check_invariants=True, **settings)  # type: ignore[arg-type]
             return Engine(config, made, clock=time.monotonic)
 
         thread = EngineThread(build, step_timeout_s=step_timeout_s, drain_timeout_s=drain_timeout_s)
@@ -356,3 +365,44 @@ def test_a_stopped_engine_takes_no_calls(start: Start) -> None:
     thread.close()
     with pytest.raises(EngineNotReadyError, match="shutting down"):
         thread.call(lambda engine: None)
+
+
+def test_a_pool_that_cannot_follow_its_new_size_is_the_engines_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ShadowExecutor, change: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ShadowExecutor, "resize", fail)
+    thread = ready(start(ShadowExecutor(make_model_info(max_model_len=40))))
+    answer = thread.call(lambda engine: resize_kv_pool(engine, 30))
+    with pytest.raises(EngineDeadError, match="is lost"):
+        answer.result(10.0)
+    eventually(lambda: thread.life.is_dead)
+
+
+def test_an_idle_engine_gives_memory_to_a_neighbour(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "LOOK_AROUND_INTERVAL_S", 0.01)
+    executor = ShadowExecutor(make_model_info(max_model_len=40))
+    thread = ready(start(executor, min_free_gib=1.0))
+    executor.free = 0
+    eventually(lambda: thread.engine.scheduler.blocks.pool.num_blocks == 10)
+
+
+def test_at_the_drains_deadline_readers_are_told_before_the_cache_is_saved(start: Start) -> None:
+    gate, saving = Gate(), threading.Event()
+
+    class SlowDisk(ShadowExecutor):
+        def save_blocks(self, path: str, blocks: object) -> None:
+            assert saving.wait(10.0)
+
+    thread = ready(start(SlowDisk(before_step=gate), drain_timeout_s=1e-9, cache_file="kept"))
+    receiver = RecordingReceiver()
+    thread.submit(make_request("a", [1], max_tokens=200), receiver)
+    assert gate.reached.wait(10.0)
+    thread.drain()
+    gate.open()
+    assert receiver.wait_for_end("a").error is not None
+    saving.set()

@@ -1,8 +1,8 @@
 """Linear layers with their weights where and how the device multiplies fastest.
 
 On the CPU a weight is packed once and the plain copy is dropped: bfloat16 for the kernel in C where
-there is one (3 to 64% faster than oneDNN on a decoder's layers at 8 to 64 rows, as fast at 512), else
-into oneDNN's blocked layout (two to three times faster than plain). Engine thread.
+there is one (3 to 64% faster than oneDNN on layers at 8 to 64 rows, as fast at 512), else into
+oneDNN's blocked layout (two to three times faster than plain). Engine thread.
 """
 
 from __future__ import annotations

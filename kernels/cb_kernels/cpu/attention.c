@@ -233,11 +233,15 @@ static int64_t make_jobs(const struct problem *p, int64_t rows, struct job *jobs
 
 /* Whether every block that is going to be read is one of the cache's. */
 static int tables_fit(const struct problem *p, int64_t rows, int64_t num_blocks) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i * p->block_size < p->lens[row]; i++) {
+    for (int64_t row = 0; row < rows; row++) {
+        /* Before the first query's window stands what the row has given up. */
+        int64_t first = p->lens[row] - (p->starts[row + 1] - p->starts[row]) - p->window + 1;
+        int64_t i = p->window && first > 0 ? first / p->block_size : 0;
+        for (; i * p->block_size < p->lens[row]; i++) {
             int32_t block = p->table[row * p->table_stride + i];
             if (block < 0 || block >= num_blocks) return 0;
         }
+    }
     return 1;
 }
 

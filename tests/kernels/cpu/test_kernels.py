@@ -124,6 +124,20 @@ def test_a_block_that_is_not_there_is_refused(c: Kernels) -> None:
         c.store_kv(k, k, inputs.k_cache, inputs.v_cache, torch.tensor([10**6]))
 
 
+@pytest.mark.parametrize("stale", [-1, 10**6])
+def test_what_stands_in_a_table_before_the_window_is_not_looked_at(c: Kernels, stale: int) -> None:
+    """A row that has moved on keeps the numbers of the blocks that it gave up."""
+    case = Case("window", ((1, 15), (3, 15), (1, 4)), sliding_window=5)
+    inputs = make_inputs(case)
+    expected = _attend(c, inputs, case)
+    inputs.batch.block_table[0, :2] = stale  # keys 10 to 14 are seen, in blocks 2 and 3
+    inputs.batch.block_table[1, :2] = stale  # keys 8 to 14
+    assert torch.equal(_attend(c, inputs, case), expected)
+    inputs.batch.block_table[1, 2] = stale
+    with pytest.raises(IndexError, match="does not have"):
+        _attend(c, inputs, case)
+
+
 def test_shapes_without_whole_vectors_and_other_dtypes_go_to_torch(c: Kernels) -> None:
     odd = next(case for case in CASES if case.head_dim == 72)
     inputs = make_inputs(odd)

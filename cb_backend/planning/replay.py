@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cb_backend.config import EngineConfig
-from cb_backend.core.policies import Policy, policy_of
+from cb_backend.core.policies import POLICIES, Policy, policy_of
 from cb_backend.core.pool_resize import resize_pool
 from cb_backend.core.recorded_step import Json, decision
 from cb_backend.core.request import Request
@@ -208,6 +208,12 @@ def _all_blocks(arrival: Arrival, end: End | None) -> tuple[str, ...]:
 
 
 def recorded_policy(header: Header, name: str) -> Policy:
+    """Raises RecordingError for a policy of somebody's own: a file must not name code to run."""
+    if name not in POLICIES:
+        raise RecordingError(
+            f"the policy {name!r} is not one of {', '.join(sorted(POLICIES))}; a recording of"
+            " another policy cannot be played"
+        )
     config = EngineConfig(
         model="recorded",
         priority_ageing_s=header.priority_ageing_s,

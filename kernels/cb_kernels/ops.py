@@ -8,6 +8,7 @@ physically the heads may lie outside (`torch.empty(H_kv, N, block_size, D).permu
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -111,7 +112,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
 class PackedLinear:
     """x W^T + b of a CPU weight in the layout of the kernel in C. See `pack_linear`."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, width: int, *, gated: bool) -> None:
+    def __init__(
+        self, packed: Tensor, bias: Tensor | None, shape: torch.Size, *, gated: bool
+    ) -> None:
+        """`shape`: the weight's, [N, K]."""
+        width, self._depth = shape
         self._packed = packed
         self._bias = bias
         self._width = width
@@ -119,7 +124,11 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
-        to silu(gate) * up [..., N / 2]."""
+        to silu(gate) * up [..., N / 2]. Raises ValueError on another K or dtype."""
+        if x.shape[-1] != self._depth or x.dtype != torch.bfloat16:
+            raise ValueError(
+                f"x must be bfloat16 [..., {self._depth}], got {x.dtype} {tuple(x.shape)}"
+            )
         c = kernels()
         assert c is not None
         rows = x.reshape(-1, x.shape[-1])
@@ -142,7 +151,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLi
         return None
     if gated and bias is not None:
         bias = c.interleave(bias)
-    return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape[0], gated=gated)
+    return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape, gated=gated)
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:

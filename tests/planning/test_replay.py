@@ -178,6 +178,20 @@ def test_a_change_that_this_version_cannot_make_is_refused(tmp_path: Path) -> No
         play(path)
 
 
+@pytest.mark.parametrize("place", ["header", "change"])
+def test_a_recording_cannot_name_code_to_run(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "run.jsonl"
+    record_two_requests(path)
+    text = path.read_text()
+    if place == "header":
+        assert '"policy":"fcfs"' in text
+        path.write_text(text.replace('"policy":"fcfs"', '"policy":"os:abort"'))
+    else:
+        path.write_text(text + '{"kind":"change","what":"policy","to":"os:abort"}\n')
+    with pytest.raises(RecordingError, match="'os:abort' is not one of deadline, fair, fcfs"):
+        play(path)
+
+
 def test_asking_what_requests_wait_for_changes_no_decision(tmp_path: Path) -> None:
     class Curious(World):
         def _step(self) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from cb_kernels import RaggedBatch, reference, torch_impl
+from cb_kernels import RaggedBatch, pack_linear, reference, torch_impl
 from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.cpu.library import kernels
 from torch import Tensor
@@ -185,3 +185,13 @@ def test_linears_agree_with_torch(c: Kernels, width: int, depth: int, rows: int)
         packed, bias = c.pack(weight, gated=True), c.interleave(bias)
         actual = c.linear(x, packed, bias, width, gated=True).double()
         torch.testing.assert_close(actual, F.silu(gate) * up, atol=1e-2, rtol=1e-2)
+
+
+def test_a_packed_weight_refuses_what_it_would_read_as_something_else(c: Kernels) -> None:
+    if not c.has_linear:
+        pytest.skip("no bfloat16 products in this processor")
+    packed = pack_linear(torch.zeros(16, 6, dtype=torch.bfloat16), None, gated=False)
+    assert packed is not None
+    for wrong in (torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 6)):
+        with pytest.raises(ValueError, match=r"x must be bfloat16 \[\.\.\., 6\]"):
+            packed(wrong)

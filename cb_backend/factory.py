@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -36,6 +37,11 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
 
         engine = Engine(config, load_model_runner(config), clock=time.monotonic, recording=recorder)
         restore_cache(engine)
+        # What is loaded by now stays: a full collection would go through all of it, and stop the
+        # engine for a tenth of a second.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         return engine
 
     thread = EngineThread(

@@ -69,6 +69,17 @@ def every_request_has_one_home(scheduler: Scheduler) -> None:
         )
 
 
+def running_follow_the_policy(scheduler: Scheduler) -> None:
+    """Who runs stands in the order of the policy's keys, each once."""
+    roster, in_order = scheduler.roster, scheduler.roster.in_order()
+    if {r.request_id: r for r in in_order} != roster.running or len(in_order) != len(
+        roster.running
+    ):
+        raise InvariantError("running_follow_the_policy: the order and the running differ")
+    if in_order != sorted(in_order, key=lambda r: (roster.policy.key(r), r.request_id)):
+        raise InvariantError(f"running_follow_the_policy: not by the keys of {roster.policy.name}")
+
+
 def counts_are_ordered(scheduler: Scheduler) -> None:
     """computed <= known, output <= max_tokens, and the table covers what is computed."""
     for request in [*scheduler.running.values(), *scheduler.waiting]:
@@ -101,6 +112,7 @@ SCHEDULER_INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
     ref_counts_equal_owners,
     only_running_requests_own_blocks,
     every_request_has_one_home,
+    running_follow_the_policy,
     counts_are_ordered,
     cache_index_matches_pool,
 )

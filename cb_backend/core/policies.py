@@ -118,14 +118,15 @@ class FairPolicy(Policy):
                 del self.counters[idle]
 
     def charged(self, request: Request, num_computed: int, num_cached: int) -> None:
-        num_prompt = min(num_computed, max(request.num_prompt_tokens - request.num_charged, 0))
-        cost = (
-            num_prompt * self.COST_OF_PROMPT_TOKEN
-            + (num_computed - num_prompt) * self.COST_OF_OUTPUT_TOKEN
-            + num_cached * self.COST_OF_CACHED_TOKEN
-        )
-        request.num_charged += num_computed + num_cached
-        self.counters[request.tenant] += cost / self._weights.get(request.tenant, 1.0)
+        num_before, tenant = request.num_charged, request.tenant
+        request.num_charged = num_before + num_computed + num_cached
+        cost = num_computed * self.COST_OF_OUTPUT_TOKEN
+        if num_before < request.num_prompt_tokens:  # else it is one output token, as a rule
+            num_prompt = min(num_computed, request.num_prompt_tokens - num_before)
+            cost += num_prompt * (self.COST_OF_PROMPT_TOKEN - self.COST_OF_OUTPUT_TOKEN)
+        if num_cached:
+            cost += num_cached * self.COST_OF_CACHED_TOKEN
+        self.counters[tenant] += cost / self._weights.get(tenant, 1.0)
 
 
 def policy_of(config: EngineConfig, name: str) -> Policy:

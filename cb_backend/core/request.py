@@ -79,6 +79,11 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
+    def charge(self, device_seconds: float, step_seconds: float) -> None:
+        """With its share of a step, and with the blocks that it held for all of it."""
+        self.device_seconds += device_seconds
+        self.block_seconds += len(self.block_table) * step_seconds
+
     def cost(self) -> RequestCost:
         return RequestCost(self.device_seconds, self.block_seconds, self.num_preemptions)
 
@@ -91,12 +96,13 @@ class Request:
         """
         if not sampled:
             raise InternalError(f"a sampling row brought no token for {self!r}")
-        for count, token_id in enumerate(sampled, 1):
-            self.token_ids.append(token_id)
+        token_ids, num_before = self.token_ids, len(self.token_ids)
+        for token_id in sampled:
+            token_ids.append(token_id)
             if token_id in self.stop_token_ids:
-                return sampled[:count], FinishReason.STOP
-            if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens:
-                return sampled[:count], FinishReason.LENGTH
+                return tuple(token_ids[num_before:]), FinishReason.STOP
+            if len(token_ids) - self.num_prompt_tokens == self.max_tokens:
+                return tuple(token_ids[num_before:]), FinishReason.LENGTH
         return sampled, None
 
     def __repr__(self) -> str:

@@ -6,12 +6,14 @@ prompt of another request to be computed.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 
 from cb_backend.core.policies import Key, Policy
 from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.waiting_queue import WaitingQueue
+
+_Place = tuple[Key, str, Request]  # ids are unique, so requests are never compared
 
 
 class Roster:
@@ -22,23 +24,25 @@ class Roster:
         self.running: dict[str, Request] = {}
         self.waiting = WaitingQueue(policy)
         self.forks: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
-        self._order: list[tuple[Key, str]] = []  # the running, by the policy's key
+        self._order: list[_Place] = []  # the running, by the policy's key
+        self._places: dict[str, _Place] = {}  # of each of the running in `_order`
         self._active: Counter[str] = Counter()  # requests of each group that run or wait
         self._retired: list[str] = []  # stopped running; the executor still has their rows
         self._num_added = 0
 
     def use(self, policy: Policy) -> None:
         """Order everything anew."""
-        before = self.policy, self.waiting, self._active, self._order
+        before = self.policy, self.waiting, self._active, self._order, self._places
         self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
         try:
-            self._order = sorted((policy.key(r), r.request_id) for r in self.running.values())
+            places = {r.request_id: _place(policy, r) for r in self.running.values()}
+            self._order, self._places = sorted(places.values()), places
             for request in self.running.values():
                 self._activate(request)
             for request in before[1]:
                 self._queue(request)
         except Exception:  # a policy of the user's own may raise: nobody is lost for it
-            self.policy, self.waiting, self._active, self._order = before
+            self.policy, self.waiting, self._active, self._order, self._places = before
             raise
 
     def add(self, request: Request) -> None:
@@ -60,18 +64,19 @@ class Roster:
 
     def in_order(self) -> list[Request]:
         """The running requests in the order of the policy."""
-        return [self.running[request_id] for _, request_id in self._order]
+        return [request for _, _, request in self._order]
 
     def last(self) -> Request:
         """The running request that gives way first."""
-        return self.running[self._order[-1][1]]
+        return self._order[-1][2]
 
     def run(self, request: Request) -> None:
         """From the queue to the running."""
         request.status = RequestStatus.RUNNING
         self.waiting.remove(request)
         self.running[request.request_id] = request
-        insort(self._order, (self.policy.key(request), request.request_id))
+        place = self._places[request.request_id] = _place(self.policy, request)
+        insort(self._order, place)
 
     def preempt(self, request: Request) -> None:
         """From the running back to the queue."""
@@ -108,7 +113,7 @@ class Roster:
 
     def _stop(self, request: Request) -> None:
         del self.running[request.request_id]
-        self._order.remove((self.policy.key(request), request.request_id))
+        del self._order[bisect_left(self._order, self._places.pop(request.request_id))]
         self._retired.append(request.request_id)
 
     def _activate(self, request: Request) -> None:
@@ -122,3 +127,7 @@ class Roster:
         self._active[group] -= 1
         if not self._active[group]:
             del self._active[group]
+
+
+def _place(policy: Policy, request: Request) -> _Place:
+    return policy.key(request), request.request_id, request

@@ -12,7 +12,7 @@ from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent
+from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent, event_of
 from cb_backend.core.step_planner import StepPlanner
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, PromptTooLongError
@@ -59,54 +59,59 @@ class Scheduler:
         draft = self.planner.draft(self.token_budget)
         return draft.plan(self._step, self.roster.take_retired(), self.blocks)
 
-    def charge(self, plan: StepPlan, seconds: float) -> None:
-        """Share out what the step took among its rows, before `update` ends some of them."""
-        per_token = seconds / max(plan.num_tokens, 1)
-        for row in plan.rows:
-            if (request := self.running.get(row.request_id)) is not None:
-                request.device_seconds += row.num_scheduled_tokens * per_token
-                request.block_seconds += len(request.block_table) * seconds
-
-    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Take in what `plan` computed; returns an event for each request that moved visibly."""
+    def update(
+        self, plan: StepPlan, result: StepResult, now: float, seconds: float = 0.0
+    ) -> list[TokenEvent]:
+        """Take in what `plan` computed in so many seconds, which its requests are charged with;
+        returns an event for each request that moved visibly."""
         events = []
         self.blocks.pins.expire(now)
-        running, sampled, failed = self.running, result.token_ids, result.failed
+        running, forks = self.roster.running, self.roster.forks
+        sampled, failed, step = result.token_ids, result.failed, self._step
         block_size, has_window = self.limits.block_size, self.limits.window is not None
-        for row in plan.rows:
-            request = running.get(row.request_id)
+        per_token = seconds / max(plan.num_tokens, 1)
+        for request_id, _, num_new, _, samples in plan.rows:
+            request = running.get(request_id)
             if request is None:
                 continue  # ended while the step ran
-            if failed and (error := failed.get(row.request_id)) is not None:
+            request.device_seconds += num_new * per_token
+            request.block_seconds += len(request.block_table) * seconds
+            if failed and (error := failed.get(request_id)) is not None:
                 events.append(self._finish(request, FinishReason.ERROR, now, error))
                 continue
-            request.num_computed_tokens += row.num_scheduled_tokens
+            request.num_computed_tokens += num_new
             if request.num_computed_tokens // block_size > request.num_indexed_blocks:
                 self.blocks.index_full(request)
-            if row.samples:
+            if samples:
                 if request.pin_s and request.num_output_tokens == 0:
                     self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
-                token_ids, reason = request.append_output(sampled[row.request_id])
-                events.append(self._event(request, token_ids, now, reason, None))
-                if self.roster.forks:
+                token_ids, reason = request.append_output(sampled[request_id])
+                if forks:
                     self.roster.queue_forks_of(request)  # its prompt is computed now
                 if reason is not None:
                     self._leave(request)
+                    events.append(self._event(request, token_ids, now, reason, None))
                     continue
+                num_cached = request.num_cached_tokens
+                event = (request_id, token_ids, step, now, num_cached, None, None, None)
+                events.append(event_of(event))
             if has_window:
                 self.blocks.release_outside_window(request)
         return events
 
-    def fail(self, plan: StepPlan, error: ErrorInfo, now: float) -> list[TokenEvent]:
+    def fail(
+        self, plan: StepPlan, error: ErrorInfo, now: float, seconds: float = 0.0
+    ) -> list[TokenEvent]:
         """End the requests of a step that raised. Nobody else is touched."""
         out = {copy.target for copy in plan.copies if copy.kind is CopyKind.OUT}
         self.blocks.host.discard(out)  # what should have been copied there may not be
-        requests = [self.running.get(row.request_id) for row in plan.rows]
-        return [
-            self._finish(request, FinishReason.ERROR, now, error)
-            for request in requests
-            if request is not None
-        ]
+        per_token = seconds / max(plan.num_tokens, 1)
+        events = []
+        for row in plan.rows:
+            if (request := self.running.get(row.request_id)) is not None:
+                request.charge(row.num_scheduled_tokens * per_token, seconds)
+                events.append(self._finish(request, FinishReason.ERROR, now, error))
+        return events
 
     def abort(self, request_id: str, now: float) -> list[TokenEvent]:
         """End a request wherever it is, blocks and all. An unknown id is no error: it has ended."""

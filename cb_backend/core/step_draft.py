@@ -19,8 +19,8 @@ class StepDraft:
     left: int
     preempted: set[str] = field(default_factory=set)
     partial: list[Request] = field(default_factory=list)  # could use more than they were given
-    _requests: list[Request] = field(default_factory=list)  # as they were first given something
-    _num_new: dict[str, int] = field(default_factory=dict)  # of each of them, in the same order
+    rows: list[ScheduledRow] = field(default_factory=list)  # as they were first given something
+    _places: dict[str, int] = field(default_factory=dict)  # in `rows`, of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
     _admitted: list[Request] = field(default_factory=list)
@@ -32,45 +32,33 @@ class StepDraft:
 
     def give(self, request: Request, num_new: int, blocks: KVBlocks) -> None:
         """Add tokens to the request's share, and the blocks that they need."""
+        request_id, num_computed = request.request_id, request.num_computed_tokens
         self.left -= num_new
-        request_id = request.request_id
-        if request_id in self._num_new:
-            num_new += self._num_new[request_id]
-        else:
-            self._requests.append(request)
-        self._num_new[request_id] = num_new
-        num_tokens = request.num_computed_tokens + num_new
+        place = self._places.get(request_id)
+        if place is not None:
+            num_new += self.rows[place].num_scheduled_tokens
+        num_tokens = num_computed + num_new
         if num_tokens > len(request.block_table) * blocks.block_size:
             self._table_start.setdefault(request_id, len(request.block_table))
             blocks.grow(request, num_tokens)
+        start = self._table_start.get(request_id, len(request.block_table))
+        samples = num_computed + num_new == len(request.token_ids)
+        new_block_ids = tuple(request.block_table[start:])
+        row = ScheduledRow(request_id, num_computed, num_new, new_block_ids, samples)
+        if place is None:
+            self._places[request_id] = len(self.rows)
+            self.rows.append(row)
+        else:
+            self.rows[place] = row
 
     def share_of(self, request: Request) -> int:
-        return self._num_new[request.request_id]
-
-    def shares(self) -> list[tuple[Request, int]]:
-        """Each request with what it has so far, in the order in which they were first given."""
-        return list(zip(self._requests, self._num_new.values(), strict=True))
+        """Of one that was given something by `give`."""
+        return self.rows[self._places[request.request_id]].num_scheduled_tokens
 
     def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
         copies, blocks.copies = tuple(blocks.copies), []
-        return StepPlan(
-            step=step,
-            retired=retired,
-            admitted=tuple(_admission(request) for request in self._admitted),
-            rows=self._rows(),
-            copies=copies,
-        )
-
-    def _rows(self) -> tuple[ScheduledRow, ...]:
-        rows, starts = [], self._table_start
-        for request, num_new in zip(self._requests, self._num_new.values(), strict=True):
-            request_id, num_computed = request.request_id, request.num_computed_tokens
-            new_block_ids = (
-                tuple(request.block_table[starts[request_id] :]) if request_id in starts else ()
-            )
-            samples = num_computed + num_new == len(request.token_ids)
-            rows.append(ScheduledRow(request_id, num_computed, num_new, new_block_ids, samples))
-        return tuple(rows)
+        admitted = tuple(_admission(request) for request in self._admitted)
+        return StepPlan(step, retired, admitted, tuple(self.rows), copies)
 
 
 def _admission(request: Request) -> Admission:

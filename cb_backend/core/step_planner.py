@@ -12,6 +12,7 @@ from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_draft import StepDraft
+from cb_backend.core.step_io import row_of
 
 
 class StepPlanner:
@@ -35,8 +36,9 @@ class StepPlanner:
             self._admit_waiting(draft)
         self._spend_rest(draft)
         if self._roster.policy.keeps_accounts:
-            for request, num_new in draft.shares():
-                self._roster.policy.charged(request, num_new, 0)
+            running, charged = self._roster.running, self._roster.policy.charged
+            for request_id, _, num_new, _, _ in draft.rows:
+                charged(running[request_id], num_new, 0)
         return draft
 
     def lacks(self, request: Request) -> str:
@@ -61,20 +63,22 @@ class StepPlanner:
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         num_lost = self.num_preemptions
-        running, block_size = RequestStatus.RUNNING, self._limits.block_size
+        running, block_size, rows = RequestStatus.RUNNING, self._limits.block_size, draft.rows
         for request in self._roster.in_order():
             if request.status is not running:
                 continue  # gave way to an earlier one a moment ago
+            num_tokens, num_computed = len(request.token_ids), request.num_computed_tokens
+            num_new = num_tokens - num_computed
+            if num_new == 1 and num_tokens <= len(request.block_table) * block_size:
+                # Hundreds pass here in every step: one token, which has its place, and for which
+                # the one that was set aside is spent.
+                rows.append(row_of((request.request_id, num_computed, 1, (), True)))
+                continue
             draft.left += 1  # what was set aside for it
-            # Hundreds pass here in every step; nearly all want one token and have a place for it.
-            num_tokens = len(request.token_ids)
-            num_new = num_tokens - request.num_computed_tokens
-            if num_new > 1:
-                num_new = min(num_new, self._limits.max_prefill_chunk, draft.left)
-            has_place = num_tokens <= len(request.block_table) * block_size
-            if has_place or self._make_room(request, num_new, draft):
+            num_new = min(num_new, self._limits.max_prefill_chunk, draft.left)
+            if self._make_room(request, num_new, draft):
                 draft.give(request, num_new, self._blocks)
-                if request.num_computed_tokens + num_new < num_tokens:
+                if num_computed + num_new < num_tokens:
                     draft.partial.append(request)
         return self.num_preemptions == num_lost
 

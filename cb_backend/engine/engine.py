@@ -90,8 +90,7 @@ class Engine:
         result = self._execute(plan)
         ended = self.clock()
         self.rates.observe(plan.num_tokens, ended - started)
-        self.scheduler.charge(plan, ended - started)
-        events = self._update(plan, result, ended)
+        events = self._update(plan, result, ended, ended - started)
         self.recorder.record_step(
             plan, started, ended, self.scheduler, failed=isinstance(result, ErrorInfo)
         )
@@ -144,13 +143,13 @@ class Engine:
             return RequestFailedError(f"the model failed in step {plan.step}").info()
 
     def _update(
-        self, plan: StepPlan, result: StepResult | ErrorInfo, now: float
+        self, plan: StepPlan, result: StepResult | ErrorInfo, now: float, seconds: float
     ) -> list[TokenEvent]:
         if isinstance(result, ErrorInfo):
-            events = self.scheduler.fail(plan, result, now)
+            events = self.scheduler.fail(plan, result, now, seconds)
             self.check()
             return events
-        events = self.scheduler.update(plan, result, now)
+        events = self.scheduler.update(plan, result, now, seconds)
         if self._check_every_step:
             self.check()
         return events

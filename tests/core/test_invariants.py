@@ -66,6 +66,14 @@ def keep_a_finished_request(scheduler: Scheduler) -> None:
     scheduler.running["a"].status = RequestStatus.FINISHED
 
 
+def serve_the_last_first(scheduler: Scheduler) -> None:
+    scheduler.roster._order.reverse()
+
+
+def forget_one_in_the_order(scheduler: Scheduler) -> None:
+    scheduler.roster._order.pop()
+
+
 def compute_past_the_table(scheduler: Scheduler) -> None:
     scheduler.running["a"].num_computed_tokens = 99
 
@@ -91,6 +99,8 @@ SCHEDULER_FAULTS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("only_running_requests_own_blocks", leave_blocks_in_use_by_nobody),
     ("every_request_has_one_home", put_a_request_in_two_places),
     ("every_request_has_one_home", keep_a_finished_request),
+    ("running_follow_the_policy", serve_the_last_first),
+    ("running_follow_the_policy", forget_one_in_the_order),
     ("counts_are_ordered", compute_past_the_table),
     ("counts_are_ordered", generate_past_max_tokens),
     ("cache_index_matches_pool", index_a_free_block),

@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "new blocks are sent again",
         "cb_backend.core.step_draft",
-        "tuple(request.block_table[starts[request_id] :]) if request_id in starts else ()",
-        "tuple(request.block_table) if request_id in starts else ()",
+        "new_block_ids = tuple(request.block_table[start:])",
+        "new_block_ids = tuple(request.block_table[:] if request.block_table[start:] else ())",
     ),
     Mutant(
         "the executor is not told who left",
@@ -200,8 +200,8 @@ MUTANTS = (
     Mutant(
         "the running are ordered by arrival under any policy",
         "cb_backend.core.roster",
-        "insort(self._order, (self.policy.key(request), request.request_id))",
-        "insort(self._order, ((request.sequence,), request.request_id))",
+        "return policy.key(request), request.request_id, request",
+        "return (request.sequence,), request.request_id, request",
     ),
     Mutant(
         "the queue forgets the policy's key",
@@ -212,20 +212,20 @@ MUTANTS = (
     Mutant(
         "a failed row goes on",
         "cb_backend.core.scheduler",
-        "if failed and (error := failed.get(row.request_id)) is not None:",
-        "if failed and (error := failed.get(row.request_id)) is not None and not row.samples:",
+        "if failed and (error := failed.get(request_id)) is not None:",
+        "if failed and (error := failed.get(request_id)) is not None and not samples:",
     ),
     Mutant(
         "a stop token is ignored",
         "cb_backend.core.request",
         "if token_id in self.stop_token_ids:",
-        "if token_id in self.stop_token_ids and count > 1:",
+        "if token_id in self.stop_token_ids and len(sampled) > 1:",
     ),
     Mutant(
         "one token too many",
         "cb_backend.core.request",
-        "if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens:",
-        "if len(self.token_ids) - self.num_prompt_tokens == self.max_tokens + 1:",
+        "if len(token_ids) - self.num_prompt_tokens == self.max_tokens:",
+        "if len(token_ids) - self.num_prompt_tokens == self.max_tokens + 1:",
     ),
     Mutant(
         "a shrink forgets to move a table",

@@ -26,7 +26,7 @@ from workload import OUTPUT_TOKENS, PROMPT_TOKENS, TOKEN_IDS
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.planning.capacity import percentiles
-from cb_backend.planning.cost_model import CostModel, fit
+from cb_backend.planning.cost_model import FEATURES, CostModel, fit
 from cb_backend.planning.recording import Arrival, Recording, read_recording
 from cb_backend.planning.replay import Replay
 from cb_backend.planning.report import describe_cost
@@ -173,7 +173,7 @@ def bench(rate: float, num_requests: int, num_rounds: int) -> None:
             "rate": rate,
             "requests": num_requests,
             "rounds": num_rounds,
-            "cost": dataclasses.asdict(cost),
+            "cost": dict(zip(FEATURES, cost.seconds, strict=True)),
             "compared": compared,
         },
     )

@@ -17,7 +17,6 @@ from cb_backend.errors import RecordingError
 from cb_backend.planning.recording import Recording
 
 FEWEST_STEPS = 20  # to fit to
-NUM_QUANTILES = 100  # that keep how far steps lie around their price
 NUM_REWEIGHTINGS = 4
 
 
@@ -62,7 +61,9 @@ class CostModel:
     """Seconds of a step: the sum over its work, each kind at its price. No price is negative."""
 
     seconds: tuple[float, ...]  # per unit of each of FEATURES
-    spread: tuple[float, ...] = (1.0,)  # equally likely ratios of a step to its price; mean 1
+    # Ratios of steps to their prices, mean 1, in the order in which they came: a slow moment of a
+    # machine is longer than a step, and what piles up in it makes the tail.
+    spread: tuple[float, ...] = (1.0,)
     between_s: float = 0.0  # from a step's end to the start of the next, while there is work
     source: str = ""  # where the prices come from, for a person
 
@@ -105,10 +106,9 @@ def fit(recording: Recording) -> CostModel:
     prices = _prices(matrix, measured)
     ratios = measured / (matrix @ prices)
     off = np.median(abs(ratios - 1))
-    quantiles = np.quantile(ratios, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
     return CostModel(
         seconds=tuple(prices.tolist()),
-        spread=tuple((quantiles / quantiles.mean()).tolist()),
+        spread=tuple((ratios / ratios.mean()).tolist()),
         between_s=_median_gap(recording),
         source=f"fitted to {len(works)} steps, off by {off:.0%} at the median",
     )

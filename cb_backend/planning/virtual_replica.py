@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class VirtualReplica:
         self._live: dict[str, tuple[Request, list[int]]] = {}
         self._served: dict[str, Served] = {}
         self._clock = 0.0
-        self._random = random.Random(0)  # the same plan for the same trace
+        self._spread = itertools.cycle(cost.spread)
 
     def run(self, requests: Sequence[tuple[Arrival, End]]) -> list[Served]:
         """Raises RecordingError if a request can never fit the replica's pool."""
@@ -79,7 +79,7 @@ class VirtualReplica:
         self._scheduler.token_budget = self._budget.choose(self._rates)
         plan = self._scheduler.schedule()
         seconds = self._cost.step_seconds(StepWork.of_plan(plan))
-        seconds *= self._random.choice(self._cost.spread)
+        seconds *= next(self._spread)
         self._clock += seconds
         self._rates.observe(plan.num_tokens, seconds)
         self._take(self._scheduler.update(plan, self._result(plan), self._clock))

@@ -21,7 +21,6 @@ from cb_backend.runtime.models.checkpoint import Checkpoint
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.native_loader import NativeLoader
 from cb_backend.runtime.models.spec import NotCoveredError, decoder_spec
-from cb_backend.runtime.models.transformers_fallback import load_fallback
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,9 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[CausalModel,
                     field="implementation",
                 ) from reason
             logger.info("implementation: transformers, since native lacks: %s", reason)
+    # Here, since it imports transformers' modelling code: two seconds, and triton where it exists.
+    from cb_backend.runtime.models.transformers_fallback import load_fallback
+
     return load_fallback(folder, model_config, dtype, device), "transformers"
 
 

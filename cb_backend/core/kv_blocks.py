@@ -42,7 +42,7 @@ class KVBlocks:
         self.pool = BlockPool(limits.num_blocks)
         self.prefix_cache = PrefixCache(self.pool, on_evict=self._swap_out)
         self.host = HostTier(limits.num_host_blocks)
-        self.pins = PrefixPins(self.pool)
+        self.pins = PrefixPins(self.pool, self.prefix_cache)
         self._swap_costs = limits.swap_costs
         self._window = limits.window
         self._enable_prefix_caching = limits.enable_prefix_caching

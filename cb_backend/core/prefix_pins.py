@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from cb_backend.core.block_pool import BlockPool
+from cb_backend.core.prefix_cache import PrefixCache
 from cb_backend.core.request import Request
 
 MOST_OF_POOL = 0.5
@@ -17,8 +18,9 @@ MOST_OF_POOL = 0.5
 class PrefixPins:
     """One pin per digest of a prefix; pinning it again moves its end."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache) -> None:
         self._pool = pool
+        self._prefix_cache = prefix_cache
         self._pins: OrderedDict[bytes, tuple[list[int], float]] = OrderedDict()  # oldest first
 
     @property
@@ -27,13 +29,14 @@ class PrefixPins:
 
     def pin_prompt(self, request: Request, block_size: int, until: float) -> None:
         """Keep the full blocks of its prompt, which is computed, whoever uses them."""
-        num_full = request.num_prompt_tokens // block_size
-        table = request.block_table[:num_full]
-        if table and len(request.block_hashes) >= num_full and min(table) >= 0:
-            self.pin(request.block_hashes[num_full - 1], table, until)
+        digests = request.block_hashes[: request.num_prompt_tokens // block_size]
+        # Not its own table: of blocks with equal contents only the first can be found again.
+        block_ids = self._prefix_cache.match(digests)
+        if digests and len(block_ids) == len(digests):
+            self.pin(digests[-1], block_ids, until)
 
     def pin(self, digest: bytes, block_ids: list[int], until: float) -> None:
-        """Keep these blocks, which are in use, until the clock says `until`."""
+        """Keep these blocks, which are in use or cached, until the clock says `until`."""
         if digest in self._pins:
             kept, ends = self._pins.pop(digest)
             self._pins[digest] = (kept, max(ends, until))

@@ -6,7 +6,7 @@ waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -50,7 +50,8 @@ class BlockCopier:
         for kind, group in groupby(copies, key=lambda copy: copy.kind):
             source = self._host if kind is CopyKind.IN else self._cache.pool
             target = self._host if kind is CopyKind.OUT else self._cache.pool
-            self._copy(source, target, list(group))
+            for batch in _independent(group, same_memory=source is target):
+                self._copy(source, target, batch)
 
     def _copy(self, source: Tensor, target: Tensor, copies: list[BlockCopy]) -> None:
         # Of two copies to one place the later one counts.
@@ -59,3 +60,16 @@ class BlockCopier:
         write = torch.tensor(list(source_of), device=target.device)
         blocks = source.index_select(self._dim, read).to(target.device)
         target.index_copy_(self._dim, write, blocks)
+
+
+def _independent(copies: Iterable[BlockCopy], *, same_memory: bool) -> Iterator[list[BlockCopy]]:
+    """Batches in which no copy reads what another one writes, as all are read before any write."""
+    batch: list[BlockCopy] = []
+    written: set[int] = set()
+    for copy in copies:
+        if same_memory and copy.source in written:
+            yield batch
+            batch, written = [], set()
+        batch.append(copy)
+        written.add(copy.target)
+    yield batch

@@ -26,6 +26,18 @@ def test_a_pinned_prompt_survives_a_crowd_that_evicts_others(pin_s: float, cache
     assert driver.cached["again"] == cached
 
 
+def test_of_a_prompt_computed_twice_at_once_the_copy_that_can_be_found_is_pinned() -> None:
+    driver = Driver(make_limits(num_blocks=12, block_size=4))
+    driver.add(make_request("twin", range(9), max_tokens=1))
+    driver.add(make_request("kept", range(9), max_tokens=1, pin_s=1000.0))
+    driver.run()
+    fill_pool(driver, 5)
+    driver.add(make_request("again", range(9), max_tokens=1))
+    driver.run()
+    assert driver.cached["again"] == 8
+    assert driver.scheduler.blocks.pool.num_in_use == 2
+
+
 def test_a_pin_ends_with_its_time() -> None:
     driver = Driver(make_limits(num_blocks=6, block_size=4))
     driver.add(make_request("kept", range(9), max_tokens=1, pin_s=3.0))  # the clock counts steps

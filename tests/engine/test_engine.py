@@ -19,6 +19,34 @@ def make_engine(executor: ShadowExecutor | None = None, **settings: object) -> E
     return Engine(config, executor or ShadowExecutor(), clock=lambda: float(next(ticks)))
 
 
+def test_a_target_itl_holds_the_steps_to_it_once_their_speed_is_known() -> None:
+    now, took = [0.0], []
+
+    def compute(plan: StepPlan) -> None:
+        took.append(0.001 + 0.0001 * plan.num_tokens)
+        now[0] += took[-1]
+
+    config = EngineConfig(
+        model="fake",
+        target_itl_s=0.02,
+        max_num_seqs=4,
+        max_num_batched_tokens=1000,
+        check_invariants=True,
+    )
+    info = make_model_info(num_blocks=1000, block_size=4)
+    executor = ShadowExecutor(info, before_step=compute)
+    engine = Engine(config, executor, clock=lambda: now[0])
+    engine.add(make_request("stream", range(20), max_tokens=60))
+    for _ in range(20):
+        engine.step()
+    took.clear()
+    engine.add(make_request("long", range(100, 900), max_tokens=1))
+    while "long" not in {event.request_id for event in engine.step()}:
+        pass
+    assert len(took) > 3, "in one step the prompt would stop the stream for 80 ms"
+    assert max(took) == pytest.approx(0.02, rel=0.02)
+
+
 def test_a_step_brings_the_tokens_of_all_its_requests() -> None:
     engine = make_engine()
     engine.add(make_request("a", [1, 2], max_tokens=2))

@@ -51,6 +51,13 @@ def test_copies_run_one_after_the_other(cache: KVCache) -> None:
     assert torch.equal(contents(cache, 5), b)
 
 
+def test_a_fork_of_a_fork_has_the_first_ones_contents(cache: KVCache) -> None:
+    copier, first = BlockCopier(cache, 0), contents(cache, 0).clone()
+    copier.run([BlockCopy(FORK, 0, 1), BlockCopy(FORK, 1, 2), BlockCopy(FORK, 2, 3)])
+    for block_id in (1, 2, 3):
+        assert torch.equal(contents(cache, block_id), first)
+
+
 def test_of_two_copies_to_one_place_the_later_one_counts(cache: KVCache) -> None:
     copier, b = BlockCopier(cache, 1), contents(cache, 1).clone()
     copier.run([BlockCopy(OUT, 0, 0), BlockCopy(OUT, 1, 0)])

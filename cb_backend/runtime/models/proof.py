@@ -25,6 +25,7 @@ class _TrialAttention:
     """A one-block cache per layer that grows as layers call, and the calls it saw."""
 
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    windows: list[int | None] = field(default_factory=list)  # of each call
     calls: list[int] = field(default_factory=list)
     num_computed: int = 0
 
@@ -47,6 +48,7 @@ class _TrialAttention:
                 field="model",
             )
         self.calls.append(layer)
+        self.windows.append(sliding_window)
         if layer not in self.caches:
             shape = (1, _BLOCK_SIZE, *k.shape[1:])
             self.caches[layer] = (k.new_zeros(shape), k.new_zeros(shape))
@@ -74,8 +76,10 @@ class _TrialAttention:
 
 
 @torch.inference_mode()
-def observed_geometry(model: CausalModel, num_layers: int, device: torch.device) -> tuple[int, int]:
-    """KV heads and head dimension that every layer's attention call shows.
+def observed_geometry(
+    model: CausalModel, num_layers: int, device: torch.device
+) -> tuple[int, int, int | None]:
+    """KV heads, head dimension and widest window that the layers' attention calls show.
 
     Raises ModelError unless each layer calls exactly once, all with one shape.
     """
@@ -94,7 +98,8 @@ def observed_geometry(model: CausalModel, num_layers: int, device: torch.device)
             field="model",
         )
     num_kv_heads, head_dim = shapes.pop()
-    return num_kv_heads, head_dim
+    windows = [window for window in trial.windows if window is not None]
+    return num_kv_heads, head_dim, max(windows) if len(windows) == num_layers else None
 
 
 @torch.inference_mode()

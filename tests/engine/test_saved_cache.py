@@ -51,6 +51,16 @@ def test_the_next_engine_finds_the_prefixes_of_the_last() -> None:
     assert run(second, "b", range(13)) == 12
 
 
+def test_a_pinned_prefix_is_saved_with_the_others() -> None:
+    first = start()
+    first.add(make_request("pinned", range(13), max_tokens=1, pin_s=1e9))
+    while first.has_work:
+        first.step()
+    assert first.scheduler.blocks.pool.num_in_use == 3
+    save_cache(first)
+    assert run(start(executor_of(first)), "b", range(13)) == 12
+
+
 def test_a_smaller_pool_keeps_the_most_recently_used() -> None:
     first = start()
     run(first, "old", range(100, 113))

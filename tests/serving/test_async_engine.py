@@ -204,6 +204,19 @@ async def test_a_hang_raises_in_every_reader_and_turns_the_engine_dead() -> None
     await asyncio.to_thread(engine.close)
 
 
+async def test_the_counters_of_a_dead_engine_do_not_fall() -> None:
+    gate, executor = Gate(), ShadowExecutor()
+    engine = start_engine(executor, step_timeout_s=0.2)
+    assert await tokens_of(engine, greedy([1])) == solo_output([1], 8)
+    before = engine.stats()
+    executor._before_step = gate
+    with pytest.raises(EngineDeadError):
+        await tokens_of(engine, greedy([1]))
+    assert engine.stats().generated_tokens == before.generated_tokens == 8
+    gate.open()
+    await asyncio.to_thread(engine.close)
+
+
 class SlowLoop(asyncio.SelectorEventLoop):
     """Whoever asks it something lets other threads run meanwhile."""
 

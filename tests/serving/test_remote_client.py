@@ -205,6 +205,35 @@ async def test_a_reader_cancelled_during_the_submit_still_aborts(
         await client.close()
 
 
+@pytest.mark.parametrize("lost", [wire.REQUESTS_PATH, wire.ABORT_PATH])
+async def test_what_a_reader_has_left_ends_though_an_answer_is_lost(
+    engine: WatchedEngine, script: Script, tmp_path: Path, lost: str
+) -> None:
+    script.before_step = gate = Gate()
+    inner = runner(engine).application()
+    submitted = asyncio.Event()
+
+    async def losing(scope: Any, receive: Any, send: Any) -> None:
+        """The request at `lost` breaks: a submit after it was taken, an abort before."""
+        if scope.get("path") != lost:
+            await inner(scope, receive, send)
+        elif lost == wire.REQUESTS_PATH:
+            await inner(scope, receive, lambda message: asyncio.sleep(0))
+        if scope.get("path") == wire.REQUESTS_PATH:
+            submitted.set()
+
+    async with served(losing, tmp_path / "s"):
+        client = RemoteClient(f"file://{tmp_path / 's'}")
+        reader = asyncio.create_task(tokens_of(client, request_for(script)))
+        await submitted.wait()
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        await until(lambda: script.aborted == 1)
+        gate.open()
+        await until_idle(engine)
+        await client.close()
+
+
 async def test_a_gateway_that_goes_away_takes_its_requests_along(
     engine: WatchedEngine, script: Script, tmp_path: Path
 ) -> None:

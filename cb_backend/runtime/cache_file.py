@@ -29,7 +29,8 @@ def fingerprint(folder: Path, cache: KVCache) -> str:
     """
     shape = list(cache.pool.shape)
     shape[cache.block_dim] = -1
-    digest = hashlib.sha256(f"{_FORMAT} {shape} {cache.pool.dtype}".encode())
+    layout = f"{shape} {cache.pool.dtype} {'paired' if cache.is_paired else 'plain'}"
+    digest = hashlib.sha256(f"{_FORMAT} {layout}".encode())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from cb_kernels import can_pair, paired_views
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -40,7 +41,8 @@ class KVCache:
     """K and V of every layer in one allocation, cut into blocks of tokens.
 
     On the CPU it is [L, 2, H_kv, N, block_size, D]: a head's block is contiguous, so gathering
-    blocks yields what a matrix product wants. Elsewhere [L, 2, N, block_size, H_kv, D].
+    blocks yields what a matrix product wants; inside, it is paired where the kernels take that.
+    Elsewhere [L, 2, N, block_size, H_kv, D].
     """
 
     def __init__(
@@ -61,7 +63,13 @@ class KVCache:
         )
         self.block_dim = 3 if heads_outside else 2
         self.block_size = block_size
-        self.layers = _layers(self.pool, heads_outside)
+        self.is_paired = heads_outside and can_pair(
+            dtype,
+            block_size=block_size,
+            head_dim=geometry.head_dim,
+            group=geometry.num_heads // geometry.num_kv_heads,
+        )
+        self.layers = self._layers()
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks before their new owner writes them.
@@ -87,12 +95,14 @@ class KVCache:
             torch.cuda.empty_cache()
         self.pool = torch.empty(shape, dtype=dtype, device=device)
         self.pool.narrow(self.block_dim, 0, num_kept).copy_(kept)
-        self.layers = _layers(self.pool, heads_outside=self.block_dim == 3)
+        self.layers = self._layers()
 
-
-def _layers(pool: Tensor, heads_outside: bool) -> list[tuple[Tensor, Tensor]]:
-    """K and V of each layer as [N, block_size, H_kv, D], whatever the physical order."""
-    return [(_logical(k, heads_outside), _logical(v, heads_outside)) for k, v in pool]
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer as [N, block_size, H_kv, D] or the views of a paired cache."""
+        if self.is_paired:
+            return [paired_views(k, v, self.block_size) for k, v in self.pool.flatten(-2)]
+        heads_outside = self.block_dim == 3
+        return [(_logical(k, heads_outside), _logical(v, heads_outside)) for k, v in self.pool]
 
 
 def size_kv_cache(

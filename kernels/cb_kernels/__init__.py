@@ -10,6 +10,7 @@ from cb_kernels.ops import (
     rope,
     store_kv,
 )
+from cb_kernels.paired import can_pair, paired_views, plain_views
 from cb_kernels.ragged import RaggedBatch, Workspace
 
 __all__ = [
@@ -17,8 +18,11 @@ __all__ = [
     "RaggedBatch",
     "Workspace",
     "attention_path",
+    "can_pair",
     "pack_linear",
     "paged_attention",
+    "paired_views",
+    "plain_views",
     "rms_norm",
     "rope",
     "store_kv",

@@ -4,6 +4,7 @@ On the CPU the kernels in C take what they can, torch the rest; elsewhere torch 
 
 A cache has the logical shape [N, block_size, H_kv, D] with any strides that keep D contiguous;
 physically the heads may lie outside (`torch.empty(H_kv, N, block_size, D).permute(1, 2, 0, 3)`).
+Or it is paired, for the kernels in C: see `paired`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cb_kernels import torch_impl
+from cb_kernels import paired, torch_impl
 from cb_kernels.cpu.library import kernels
 from cb_kernels.ragged import RaggedBatch
 
@@ -29,6 +30,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     Slot s is offset s % block_size of block s // block_size. Slots of a step must be distinct.
     Raises ValueError on shapes or dtypes that do not fit.
     """
+    if k_cache.dim() == 5:
+        paired.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
     _check_caches(k_cache, v_cache)
     if (
         k.shape != v.shape
@@ -63,21 +67,13 @@ def paged_attention(
     become cap * tanh(score / cap). `sinks` [H_q]: a logit per head that only takes weight away.
     Raises ValueError on shapes or dtypes that do not fit.
     """
-    _check_caches(k_cache, v_cache)
-    if q.dim() != 3 or q.shape[0] != batch.num_tokens or q.dtype != k_cache.dtype:
-        raise ValueError(
-            f"q {_text(q)} does not fit {batch.num_tokens} tokens and a cache {_text(k_cache)}"
-        )
-    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"the heads of q {_text(q)} do not fit a cache {_text(k_cache)}")
-    if batch.block_size != k_cache.shape[1]:
-        raise ValueError(f"blocks of {batch.block_size} do not fit a cache {_text(k_cache)}")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"{q.shape[1]} heads need as many sinks, got {_text(sinks)}")
-    c = kernels() if q.device.type == "cpu" else None
-    attend = torch_impl.paged_attention
-    if c is not None and c.takes_attention(q, k_cache, v_cache):
-        attend = c.attention
+    if k_cache.dim() == 5:
+        attend = paired.paged_attention
+    else:
+        _check_attention(q, k_cache, v_cache, batch, sinks)
+        c = kernels() if q.device.type == "cpu" else None
+        takes = c is not None and c.takes_attention(q, k_cache, v_cache)
+        attend = c.attention if takes and c is not None else torch_impl.paged_attention
     return attend(
         q,
         k_cache,
@@ -152,6 +148,22 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLi
     if gated and bias is not None:
         bias = c.interleave(bias)
     return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape, gated=gated)
+
+
+def _check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: RaggedBatch, sinks: Tensor | None
+) -> None:
+    _check_caches(k_cache, v_cache)
+    if q.dim() != 3 or q.shape[0] != batch.num_tokens or q.dtype != k_cache.dtype:
+        raise ValueError(
+            f"q {_text(q)} does not fit {batch.num_tokens} tokens and a cache {_text(k_cache)}"
+        )
+    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"the heads of q {_text(q)} do not fit a cache {_text(k_cache)}")
+    if batch.block_size != k_cache.shape[1]:
+        raise ValueError(f"blocks of {batch.block_size} do not fit a cache {_text(k_cache)}")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"{q.shape[1]} heads need as many sinks, got {_text(sinks)}")
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:

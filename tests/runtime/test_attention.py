@@ -10,7 +10,9 @@ from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import ModelGeometry
 
-GEOMETRY = ModelGeometry(num_layers=4, num_kv_heads=2, head_dim=8, vocab_size=9, max_context=64)
+GEOMETRY = ModelGeometry(
+    num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=9, max_context=64
+)
 
 
 def _step() -> tuple[KVCache, RaggedBatch, StepAttention]:

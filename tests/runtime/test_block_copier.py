@@ -10,7 +10,9 @@ from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import ModelGeometry
 
-GEOMETRY = ModelGeometry(num_layers=3, num_kv_heads=2, head_dim=5, vocab_size=9, max_context=99)
+GEOMETRY = ModelGeometry(
+    num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5, vocab_size=9, max_context=99
+)
 FORK, OUT, IN = CopyKind.FORK, CopyKind.OUT, CopyKind.IN
 
 

@@ -9,7 +9,9 @@ from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, 
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import ModelGeometry
 
-GEOMETRY = ModelGeometry(num_layers=2, num_kv_heads=2, head_dim=4, vocab_size=9, max_context=99)
+GEOMETRY = ModelGeometry(
+    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=9, max_context=99
+)
 DIGESTS = [bytes([n]) * 32 for n in (7, 3, 9)]
 
 

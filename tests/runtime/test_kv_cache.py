@@ -14,7 +14,9 @@ from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.models.interface import ModelGeometry
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-GEOMETRY = ModelGeometry(num_layers=3, num_kv_heads=2, head_dim=8, vocab_size=9, max_context=1000)
+GEOMETRY = ModelGeometry(
+    num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=9, max_context=1000
+)
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, layers, heads, head_dim, float32
 
 

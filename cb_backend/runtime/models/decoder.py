@@ -43,6 +43,7 @@ class Decoder(nn.Module):
     def geometry(self) -> ModelGeometry:
         return ModelGeometry(
             num_layers=len(self.spec.layers),
+            num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
             vocab_size=self.spec.vocab_size,

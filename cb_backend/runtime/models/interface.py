@@ -14,6 +14,7 @@ class ModelGeometry:
     """What the KV cache and the limits depend on."""
 
     num_layers: int
+    num_heads: int  # of the queries
     num_kv_heads: int
     head_dim: int
     vocab_size: int

@@ -26,6 +26,7 @@ class _TrialAttention:
 
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: list[int | None] = field(default_factory=list)  # of each call
+    num_heads: set[int] = field(default_factory=set)
     calls: list[int] = field(default_factory=list)
     num_computed: int = 0
 
@@ -49,6 +50,7 @@ class _TrialAttention:
             )
         self.calls.append(layer)
         self.windows.append(sliding_window)
+        self.num_heads.add(q.shape[1])
         if layer not in self.caches:
             shape = (1, _BLOCK_SIZE, *k.shape[1:])
             self.caches[layer] = (k.new_zeros(shape), k.new_zeros(shape))
@@ -78,8 +80,8 @@ class _TrialAttention:
 @torch.inference_mode()
 def observed_geometry(
     model: CausalModel, num_layers: int, device: torch.device
-) -> tuple[int, int, int | None]:
-    """KV heads, head dimension and widest window that the layers' attention calls show.
+) -> tuple[int, int, int, int | None]:
+    """Heads, KV heads, head dimension and widest window that the layers' attention calls show.
 
     Raises ModelError unless each layer calls exactly once, all with one shape.
     """
@@ -99,7 +101,8 @@ def observed_geometry(
         )
     num_kv_heads, head_dim = shapes.pop()
     windows = [window for window in trial.windows if window is not None]
-    return num_kv_heads, head_dim, max(windows) if len(windows) == num_layers else None
+    window = max(windows) if len(windows) == num_layers else None
+    return max(trial.num_heads), num_kv_heads, head_dim, window
 
 
 @torch.inference_mode()

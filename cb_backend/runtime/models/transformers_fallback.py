@@ -49,9 +49,12 @@ class TransformersModel:
     ) -> None:
         self._model = model
         self._dtype = dtype
-        num_kv_heads, head_dim, window = observed_geometry(self, config.num_hidden_layers, device)
+        num_heads, num_kv_heads, head_dim, window = observed_geometry(
+            self, config.num_hidden_layers, device
+        )
         self._geometry = ModelGeometry(
             num_layers=config.num_hidden_layers,
+            num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=config.vocab_size,

@@ -2,7 +2,11 @@
 
    A job is one KV head and a few tokens of one row: the query heads of the KV head and the tokens
    are the rows of two small products (scores, then weighted values), a tile of keys at a time,
-   with the softmax carried on from tile to tile. One decoding row is a job of one token. */
+   with the softmax carried on from tile to tile. One decoding row is a job of one token.
+
+   A paired cache lies as the products want it: K of a head's block is [D / 2, block_size] of pairs
+   along D, V is [block_size / 2, D] of pairs of tokens. Otherwise a token's D stand together, and
+   each tile is turned first. */
 #include <stdlib.h>
 
 #include "product.h"
@@ -134,18 +138,20 @@ INLINE void weigh(struct tile *t, const struct problem *p, int query, int vector
     float *scores = t->scores + query * KEYS;
     const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vf best = splat(-INFINITY), total = {};
+    int masks = from > 0 || to < vectors * LANES;
     for (int j = 0; j < vectors; j++) {
-        vf x = load(scores + j * LANES) * p->scale;
-        if (p->soft_cap > 0) x = p->soft_cap * tanh_of(x / p->soft_cap);
+        vf x = load(scores + j * LANES) * (p->soft_cap > 0 ? p->scale : p->scale * LOG2_E);
+        if (p->soft_cap > 0) x = p->soft_cap * LOG2_E * tanh_of(x / p->soft_cap);
         vi key = lanes + j * LANES;
-        x = choose((key >= from) & (key < to), x * LOG2_E, splat(-INFINITY));
+        if (masks) x = choose((key >= from) & (key < to), x, splat(-INFINITY));
         store(scores + j * LANES, x);
         best = maximum(best, x);
     }
     float known = t->best[query], now = max_of(best);
     now = now > known ? now : known;
     for (int j = 0; j < vectors; j++) {
-        vf x = from < to ? exp2_of(load(scores + j * LANES) - now) : (vf){};
+        vf x = load(scores + j * LANES) - now;
+        x = from < to ? (pairs ? rough_exp2_of(x) : exp2_of(x)) : (vf){};
         total += x;
         store_as(t->weights + query * (pairs ? KEYS / 2 : KEYS), j * LANES, x, pairs);
     }
@@ -170,19 +176,68 @@ INLINE void locate(const struct problem *p, int row, int head, int first, int nu
     }
 }
 
+/* Where the dwords of a head's block in a paired cache begin. */
+INLINE const uint32_t *paired_block(const struct problem *p, const void *cache, int row, int head,
+                                    int key) {
+    int64_t block = p->table[row * p->table_stride + key / p->block_size];
+    return at(cache, block * p->block_stride + head * p->head_stride, 1);
+}
+
+/* Keys from `key` on that lie in one block, at most `most`. */
+INLINE int keys_in_block(const struct problem *p, int key, int most) {
+    int left = (int)(p->block_size - key % p->block_size);
+    return left < most ? left : most;
+}
+
+/* Scores of the tile's keys; `start` and the block size are multiples of 16. */
+INLINE void score_paired(struct tile *t, const struct problem *p, int row, int head, int start,
+                         int num, int queries) {
+    int depth = (int)p->dim / 2, block_size = (int)p->block_size;
+    for (int i = 0, part; i < num; i += part) {
+        part = keys_in_block(p, start + i, num - i);
+        product(t->q, depth, paired_block(p, p->k, row, head, start + i) + (start + i) % block_size,
+                block_size, t->scores + i, KEYS, queries, (part + LANES - 1) / LANES, depth, 0, 1);
+    }
+}
+
+INLINE void add_paired_values(struct tile *t, const struct problem *p, int row, int head, int start,
+                              int num, int queries) {
+    int dim = (int)p->dim;
+    for (int i = 0, part; i < num; i += part) {
+        part = keys_in_block(p, start + i, num - i);
+        const uint32_t *weights = t->weights + i / 2;
+        const uint32_t *v = paired_block(p, p->v, row, head, start + i) +
+                            (start + i) % p->block_size / 2 * dim;
+        product(weights, KEYS / 2, v, dim, t->sums, dim, queries, dim / LANES, part / 2, 1, 1);
+        if (part % 2) { /* the last key's partner is nobody's yet: zero times NaN would be NaN */
+            for (int d = 0; d < dim; d++) t->v[d] = v[part / 2 * dim + d] & 0xffff;
+            product(weights + part / 2, KEYS / 2, t->v, dim, t->sums, dim, queries, dim / LANES, 1,
+                    1, 1);
+        }
+    }
+}
+
 INLINE void attend_tile(struct tile *t, const struct problem *p, const struct job *job, int head,
-                        int start, int num, int bf16, int pairs) {
+                        int start, int num, int bf16, int pairs, int paired) {
     int group = (int)(p->heads / p->kv_heads), dim = (int)p->dim, depth = pairs ? dim / 2 : dim;
     int queries = job->count * group, vectors = (num + LANES - 1) / LANES;
     int64_t index[KEYS];
-    locate(p, job->row, head, start, num, index);
-    turn_keys(t, p->k, index, num, dim, bf16, pairs);
-    product(t->q, depth, t->k, KEYS, t->scores, KEYS, queries, vectors, depth, 0, pairs);
+    if (paired) {
+        score_paired(t, p, job->row, head, start, num, queries);
+    } else {
+        locate(p, job->row, head, start, num, index);
+        turn_keys(t, p->k, index, num, dim, bf16, pairs);
+        product(t->q, depth, t->k, KEYS, t->scores, KEYS, queries, vectors, depth, 0, pairs);
+    }
     int first_query = p->lens[job->row] - (p->starts[job->row + 1] - p->starts[job->row]);
     for (int i = 0; i < queries; i++) {
         int last = first_query + job->first + i / group - start; /* the query's own key */
         int from = p->window ? last - (int)p->window + 1 : 0;
         weigh(t, p, i, vectors, from > 0 ? from : 0, last < num ? last + 1 : num, pairs);
+    }
+    if (paired) {
+        add_paired_values(t, p, job->row, head, start, num, queries);
+        return;
     }
     take_values(t, p->v, index, num, dim, bf16, pairs);
     product(t->weights, pairs ? KEYS / 2 : KEYS, t->v, dim, t->sums, dim, queries, dim / LANES,
@@ -190,7 +245,7 @@ INLINE void attend_tile(struct tile *t, const struct problem *p, const struct jo
 }
 
 INLINE void attend(struct tile *t, const struct problem *p, const struct job *job, int head,
-                   int bf16, int pairs) {
+                   int bf16, int pairs, int paired) {
     int group = (int)(p->heads / p->kv_heads), dim = (int)p->dim;
     int queries = job->count * group;
     int64_t token = p->starts[job->row] + job->first;
@@ -206,8 +261,10 @@ INLINE void attend(struct tile *t, const struct problem *p, const struct job *jo
     int first_last = p->lens[job->row] - num_queries + job->first; /* first query's own key */
     int stop = first_last + job->count;
     int start = p->window && first_last >= p->window ? first_last - (int)p->window + 1 : 0;
+    if (paired) start -= start % LANES;
     for (; start < stop; start += KEYS)
-        attend_tile(t, p, job, head, start, stop - start < KEYS ? stop - start : KEYS, bf16, pairs);
+        attend_tile(t, p, job, head, start, stop - start < KEYS ? stop - start : KEYS, bf16, pairs,
+                    paired);
     for (int i = 0; i < queries; i++) {
         int64_t to = ((token + i / group) * p->heads + head * group + i % group) * dim;
         for (int d = 0; d < dim; d += LANES)
@@ -246,13 +303,14 @@ static int tables_fit(const struct problem *p, int64_t rows, int64_t num_blocks)
 }
 
 /* 0; 1 when memory ran out; 2 for a block that is not there. Strides in elements; rows of `tokens`
-   queries in all; dim a multiple of 16 up to 256; at most 64 query heads to a KV head. */
+   queries in all; dim a multiple of 16 up to 256; at most 64 query heads to a KV head. Paired: of
+   bfloat16, with blocks of a multiple of 16 tokens; slot_stride is not used. */
 int cb_attention(const void *q, const void *k, const void *v, void *out, const int32_t *table,
                  const int32_t *starts, const int32_t *lens, const float *sinks, int64_t q_stride,
                  int64_t table_stride, int64_t block_stride, int64_t slot_stride,
                  int64_t head_stride, int64_t heads, int64_t kv_heads, int64_t dim,
                  int64_t num_blocks, int64_t block_size, int64_t window, float scale,
-                 float soft_cap, int64_t rows, int64_t tokens, int bf16) {
+                 float soft_cap, int64_t rows, int64_t tokens, int bf16, int paired) {
     const struct problem p = {q,           k,          v,           out,         table,
                               starts,      lens,       sinks,       q_stride,    table_stride,
                               block_stride, slot_stride, head_stride, heads,     kv_heads,
@@ -269,9 +327,11 @@ int cb_attention(const void *q, const void *k, const void *v, void *out, const i
             const struct job *job = &jobs[i / kv_heads];
             int head = (int)(i % kv_heads);
             if (!bf16)
-                attend(&t, &p, job, head, 0, 0);
+                attend(&t, &p, job, head, 0, 0, 0);
+            else if (HAS_PAIRS && paired)
+                attend(&t, &p, job, head, 1, 1, 1);
             else
-                attend(&t, &p, job, head, 1, HAS_PAIRS);
+                attend(&t, &p, job, head, 1, HAS_PAIRS, 0);
         }
     }
     free(jobs);

@@ -15,12 +15,16 @@ from cb_kernels.ragged import RaggedBatch
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, Sequence[object]] = {
-    "cb_attention": (*[_POINTER] * 8, *[_INT64] * 11, _FLOAT, _FLOAT, _INT64, _INT64, _INT),
+    "cb_attention": (*[_POINTER] * 8, *[_INT64] * 11, _FLOAT, _FLOAT, *[_INT64] * 2, _INT, _INT),
     "cb_store_kv": (
         *(_POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER),
         *([_INT64] * 3),
         _POINTER,
         *([_INT64] * 6),
+    ),
+    "cb_store_kv_paired": (
+        *(_POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64),
+        *(_POINTER, *[_INT64] * 5),
     ),
     "cb_rms_norm": (*[_POINTER] * 3, _INT64, _INT64, _FLOAT, _INT),
     "cb_rope": (_POINTER, _INT64, _POINTER, _POINTER, *[_INT64] * 4, _INT),
@@ -30,7 +34,7 @@ _SIGNATURES: dict[str, Sequence[object]] = {
     ),
     "cb_has_pairs": (),
 }
-_RETURNS_STATUS = ("cb_attention", "cb_store_kv", "cb_has_pairs")
+_RETURNS_STATUS = ("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_has_pairs")
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
 _MOST_HEAD_DIM = 256
@@ -62,6 +66,17 @@ class Kernels:
             and k_cache.stride() == v_cache.stride()
         )
 
+    def takes_paired(self, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> bool:
+        """A paired cache is the kernels' alone: whatever a model asks of it must be theirs."""
+        return (
+            self.has_linear
+            and dtype == torch.bfloat16
+            and block_size % _LANES == 0
+            and head_dim % _LANES == 0
+            and head_dim <= _MOST_HEAD_DIM
+            and group <= _MOST_GROUP
+        )
+
     def attention(
         self,
         q: Tensor,
@@ -77,7 +92,7 @@ class Kernels:
         table, starts, lens = batch.host_rows()
         sinks = None if sinks is None else sinks.float().contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
-        q = _tokens_apart(q)
+        q, paired = _tokens_apart(q), k_cache.dim() == 5
         status = self._library.cb_attention(
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(table.data_ptr(), starts.data_ptr(), lens.data_ptr()),
@@ -85,7 +100,7 @@ class Kernels:
             *(q.stride(0), table.stride(0), *k_cache.stride()[:3]),
             *(q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[0], k_cache.shape[1]),
             *(sliding_window or 0, scale, soft_cap or 0.0, lens.shape[0], q.shape[0]),
-            q.dtype == torch.bfloat16,
+            *(q.dtype == torch.bfloat16, paired),
         )
         _raise_for(status, "a row's block table names a block that the cache does not have")
         return out
@@ -101,6 +116,17 @@ class Kernels:
             *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], slots.data_ptr()),
             *(*k.shape, *k_cache.shape[:2], k.element_size()),
+        )
+        _raise_for(status, "a slot is not in the cache")
+
+    def store_kv_paired(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> None:
+        k, v, slots = _tokens_apart(k), _tokens_apart(v), slots.long().contiguous()
+        status = self._library.cb_store_kv_paired(
+            *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k_cache.data_ptr()),
+            *(v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(2), slots.data_ptr()),
+            *(*k.shape, *k_cache.shape[:2]),
         )
         _raise_for(status, "a slot is not in the cache")
 

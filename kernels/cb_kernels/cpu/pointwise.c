@@ -76,3 +76,27 @@ int cb_store_kv(const char *k, int64_t k_stride, const char *v, int64_t v_stride
     }
     return 0;
 }
+
+/* The same into paired caches (see attention.c): bfloat16, an even block size. */
+int cb_store_kv_paired(const uint16_t *k, int64_t k_stride, const uint16_t *v, int64_t v_stride,
+                       uint16_t *k_cache, uint16_t *v_cache, int64_t block_stride,
+                       int64_t head_stride, const int64_t *slots, int64_t tokens, int64_t heads,
+                       int64_t dim, int64_t num_blocks, int64_t block_size) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] >= num_blocks * block_size) return 2;
+#pragma omp parallel for schedule(static) if (tokens * heads * dim > SMALL)
+    for (int64_t t = 0; t < tokens; t++) {
+        if (slots[t] < 0) continue;
+        int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+        for (int64_t h = 0; h < heads; h++) {
+            const uint16_t *key = k + t * k_stride + h * dim, *value = v + t * v_stride + h * dim;
+            int64_t base = block * block_stride + h * head_stride;
+            uint16_t *keys = k_cache + base + offset * 2;
+            uint16_t *values = v_cache + base + offset / 2 * dim * 2 + offset % 2;
+            for (int64_t d = 0; d < dim; d += 2)
+                memcpy(keys + d * block_size, key + d, 4);
+            for (int64_t d = 0; d < dim; d++) values[2 * d] = value[d];
+        }
+    }
+    return 0;
+}

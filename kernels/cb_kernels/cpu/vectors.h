@@ -68,16 +68,24 @@ INLINE vf choose(vi mask, vf yes, vf no) {
 INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
 
 INLINE float sum_of(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float total[8];
     for (int i = 0; i < 8; i++) total[i] = x[i] + x[i + 8];
     return ((total[0] + total[4]) + (total[2] + total[6])) +
            ((total[1] + total[5]) + (total[3] + total[7]));
+#endif
 }
 
 INLINE float max_of(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float best = x[0];
     for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
     return best;
+#endif
 }
 
 /* 2^x to 1e-7; 0 below -126, so for minus infinity too; NaN stays NaN. */
@@ -97,6 +105,22 @@ INLINE vf exp2_of(vf x) {
     /* The integer sits in the low bits of `shifted` and goes to the exponent of p in [0.7, 1.5]. */
     vf scaled = (vf)((vi)p + ((vi)shifted << 23));
     return choose(x != x, x, choose(x < -126.0f, (vf){}, scaled));
+}
+
+/* The same for x up to 0 to 3e-5, which is enough for what is rounded to bfloat16; NaN stays NaN. */
+INLINE vf rough_exp2_of(vf x) {
+#if defined(__AVX512F__)
+    __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vf f = choose(x == -INFINITY, (vf){}, x - (vf)n);
+    vf p = splat(9.6181291e-3f);
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    return (vf)_mm512_scalef_ps((__m512)p, n); /* minus infinity makes 0 */
+#else
+    return exp2_of(x);
+#endif
 }
 
 INLINE vf silu_of(vf x) { return x / (1.0f + exp2_of(x * -1.44269504f)); }

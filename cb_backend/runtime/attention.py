@@ -6,7 +6,7 @@ Engine thread. One `StepAttention` lives for one forward pass; what it derives f
 
 from __future__ import annotations
 
-from cb_kernels import RaggedBatch, paged_attention, store_kv
+from cb_kernels import PagedStep, RaggedBatch, paged_attention, store_kv
 from torch import Tensor
 
 from cb_backend.runtime.kv_cache import KVCache
@@ -19,6 +19,12 @@ class StepAttention:
         self._cache = cache
         self._batch = batch
         self._slot_mapping = slot_mapping  # [T] int64
+
+    @property
+    def paged(self) -> PagedStep | None:
+        if not self._cache.is_paired:
+            return None
+        return PagedStep(self._cache.layers, self._batch, self._slot_mapping)
 
     def attend(
         self,

@@ -74,7 +74,8 @@ class KVCache:
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks before their new owner writes them.
 
-        Masked positions still meet a weight of zero, and zero times an earlier owner's NaN is NaN.
+        Masked positions still meet a weight of zero, and zero times an earlier owner's NaN is NaN;
+        not so in a paired cache, whose kernels read no slot that its row has not written.
         """
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
         self.pool.index_fill_(self.block_dim, index, 0)

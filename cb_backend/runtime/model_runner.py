@@ -171,7 +171,7 @@ class ModelRunner:
         return fingerprint(self._folder, self._cache)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        if inputs.fresh_block_ids:
+        if inputs.fresh_block_ids and not self._cache.is_paired:  # whose kernels need no zeros
             self._cache.clear(inputs.fresh_block_ids)
         batch = RaggedBatch(
             block_table=torch.from_numpy(inputs.block_table),

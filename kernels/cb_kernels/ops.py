@@ -9,7 +9,6 @@ Or it is paired, for the kernels in C: see `paired`.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -103,51 +102,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
     if c is not None and c.takes_rope(x, cos, half):
         return c.rope(x, cos, sin, half)
     return torch_impl.rope(x, cos, sin, half)
-
-
-class PackedLinear:
-    """x W^T + b of a CPU weight in the layout of the kernel in C. See `pack_linear`."""
-
-    def __init__(
-        self, packed: Tensor, bias: Tensor | None, shape: torch.Size, *, gated: bool
-    ) -> None:
-        """`shape`: the weight's, [N, K]."""
-        width, self._depth = shape
-        self._packed = packed
-        self._bias = bias
-        self._width = width
-        self._gated = gated
-
-    def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
-        to silu(gate) * up [..., N / 2]. Raises ValueError on another K or dtype."""
-        if x.shape[-1] != self._depth or x.dtype != torch.bfloat16:
-            raise ValueError(
-                f"x must be bfloat16 [..., {self._depth}], got {x.dtype} {tuple(x.shape)}"
-            )
-        c = kernels()
-        assert c is not None
-        rows = x.reshape(-1, x.shape[-1])
-        y = c.linear(
-            *(rows, self._packed, self._bias, self._width),
-            gated=self._gated,
-            onto=onto,
-            scale=scale,
-        )
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
-
-
-def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLinear | None:
-    """A weight [N, K], copied into the kernel's layout; None where there is no kernel for it.
-
-    `gated`: its rows are those of gate, then those of up, and the product is silu(gate) * up.
-    """
-    c = kernels() if weight.device.type == "cpu" else None
-    if c is None or not c.takes_linear(weight, gated=gated):
-        return None
-    if gated and bias is not None:
-        bias = c.interleave(bias)
-    return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape, gated=gated)
 
 
 def _check_attention(

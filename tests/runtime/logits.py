@@ -12,16 +12,16 @@ from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import CausalModel
 
-BLOCK_SIZE = 4
-
 
 @torch.inference_mode()
-def packed_logits(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+def packed_logits(
+    model: CausalModel, prompts: Sequence[Sequence[int]], block_size: int = 4
+) -> list[Tensor]:
     """Logits [tokens, V] of each prompt, all computed in one ragged pass."""
     counts = [len(prompt) for prompt in prompts]
-    width = -(-max(counts) // BLOCK_SIZE)
+    width = -(-max(counts) // block_size)
     cpu = torch.device("cpu")
-    cache = KVCache(model.geometry, width * len(counts), BLOCK_SIZE, dtype=model.dtype, device=cpu)
+    cache = KVCache(model.geometry, width * len(counts), block_size, dtype=model.dtype, device=cpu)
     cache.clear(range(width * len(counts)))
     positions = torch.cat([torch.arange(count) for count in counts])
     starts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -29,9 +29,9 @@ def packed_logits(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[
         block_table=torch.arange(width * len(counts)).view(len(counts), width),
         query_start_loc=[sum(counts[:i]) for i in range(len(counts) + 1)],
         seq_lens=counts,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
     )
-    attention = StepAttention(cache, batch, starts * width * BLOCK_SIZE + positions)
+    attention = StepAttention(cache, batch, starts * width * block_size + positions)
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     logits = model.forward(tokens, positions, attention, torch.arange(len(tokens)))
     return list(logits.split(counts))

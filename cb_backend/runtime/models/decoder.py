@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from cb_kernels import rms_norm
+from cb_kernels import LayerStack, rms_norm
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.interface import Attention, ModelGeometry
@@ -30,6 +30,7 @@ class Decoder(nn.Module):
         norm: RMSNorm,
         lm_head: Linear,
         ropes: dict[str, Rope],
+        stack: LayerStack | None,  # all layers in one call, where that exists
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -38,6 +39,7 @@ class Decoder(nn.Module):
         self.norm = norm
         self.lm_head = lm_head
         self._ropes = ropes
+        self._stack = stack
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -63,8 +65,11 @@ class Decoder(nn.Module):
             # In the model's dtype, as the model was trained: 55.4256 is 55.5 in bfloat16.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
         turns = {kind: rope.turns(positions, x.dtype) for kind, rope in self._ropes.items()}
-        for layer in self.layers:
-            x = layer(x, turns, attention)
+        if self._stack is not None and (paged := attention.paged) is not None:
+            x = self._stack(x, list(turns.values()), paged)
+        else:
+            for layer in self.layers:
+                x = layer(x, turns, attention)
         logits: Tensor = self.lm_head(self.norm(x[logit_rows]))  # [R, V]
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
@@ -129,7 +134,7 @@ class SelfAttention(nn.Module):
         self.qk_norm = qk_norm
         self._rope = rope
         self._spec = spec
-        self._layer = layer
+        self.layer = layer
         self._index = index
 
     def forward(
@@ -147,15 +152,15 @@ class SelfAttention(nn.Module):
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        if self._rope is not None and self._layer.rope is not None:
-            qk = self._rope.apply(qk, turns[self._layer.rope])
+        if self._rope is not None and self.layer.rope is not None:
+            qk = self._rope.apply(qk, turns[self.layer.rope])
         attended = attention.attend(
             self._index,
             qk[:, : spec.num_heads],
             qk[:, spec.num_heads :],
             v,
             scale=spec.attention_scale,
-            sliding_window=self._layer.sliding_window,
+            sliding_window=self.layer.sliding_window,
             soft_cap=spec.attention_soft_cap,
         )
         y: Tensor = self.output(attended.reshape(x.shape[0], -1), onto, scale)

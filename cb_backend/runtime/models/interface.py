@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from cb_kernels import PagedStep
 from torch import Tensor
 
 
@@ -23,7 +24,13 @@ class ModelGeometry:
 
 
 class Attention(Protocol):
-    """The attention of one step. Each layer calls it exactly once."""
+    """The attention of one step. Each layer calls it exactly once, unless all of them run in one
+    call on `paged`."""
+
+    @property
+    def paged(self) -> PagedStep | None:
+        """The step's rows where a `LayerStack` can run on them."""
+        ...
 
     def attend(
         self,

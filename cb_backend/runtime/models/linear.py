@@ -34,22 +34,22 @@ class Linear(nn.Module):
         self.bias = bias
         self._gated = gated
         self._packed: Tensor | None = None
-        self._kernel: PackedLinear | None = None
+        self.kernel: PackedLinear | None = None
 
     def pack(self) -> None:
         """Give the weight its final layout; from now on `weight` may be gone."""
         if self.weight is None:
             return
-        self._kernel = pack_linear(self.weight, self.bias, gated=self._gated)
-        if self._kernel is not None:
+        self.kernel = pack_linear(self.weight, self.bias, gated=self._gated)
+        if self.kernel is not None:
             self.weight = None
         elif can_pack(self.weight.device.type, self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
             self.weight = None
 
     def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        if self._kernel is not None:
-            return self._kernel(x, onto, scale)
+        if self.kernel is not None:
+            return self.kernel(x, onto, scale)
         y = self._product(x)
         if self._gated:
             gate, up = y.chunk(2, -1)

@@ -20,14 +20,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = gate_up
         self.down = down
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
         h = self.gate_up(x)
-        if self._activation is not None:
+        if self.activation is not None:
             gate, up = h.chunk(2, -1)  # [T, intermediate] each
-            h = _gelu(gate, self._activation).mul_(up)
+            h = _gelu(gate, self.activation).mul_(up)
         y: Tensor = self.down(h, onto, scale)
         return y
 

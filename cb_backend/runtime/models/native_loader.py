@@ -21,6 +21,7 @@ from cb_backend.runtime.models.decoder import (
     RMSNorm,
     SelfAttention,
 )
+from cb_backend.runtime.models.layer_stack import layer_stack
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
 from cb_backend.runtime.models.rope import Rope
@@ -76,6 +77,7 @@ class NativeLoader:
             norm=norm,
             lm_head=lm_head,
             ropes=self._ropes,
+            stack=layer_stack(spec, layers, self._ropes),
         )
         return decoder.eval()
 

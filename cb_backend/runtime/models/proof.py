@@ -29,6 +29,7 @@ class _TrialAttention:
     num_heads: set[int] = field(default_factory=set)
     calls: list[int] = field(default_factory=list)
     num_computed: int = 0
+    paged: None = None
 
     def attend(
         self,

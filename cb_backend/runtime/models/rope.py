@@ -21,6 +21,7 @@ class Rope:
     ) -> None:
         inv_freq, self._scaling = _frequencies(config, layer_type, head_dim)
         self._inv_freq = inv_freq.to(device=device, dtype=torch.float32)
+        self.half = inv_freq.shape[0]  # of the rotary part
         self._num_passed = head_dim - 2 * inv_freq.shape[0]  # trailing dimensions left as they are
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -36,7 +37,7 @@ class Rope:
     def apply(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """x [T, H, D], which may be overwritten, turned; neox style: the halves of the rotary
         part swapped."""
-        return rope(x, *turns, self._inv_freq.shape[0])
+        return rope(x, *turns, self.half)
 
 
 def rope_parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, object]:

@@ -302,6 +302,22 @@ static int tables_fit(const struct problem *p, int64_t rows, int64_t num_blocks)
     return 1;
 }
 
+/* All jobs for all KV heads, by the threads that call this together; a tile each. */
+INLINE void attend_by_team(const struct problem *p, const struct job *jobs, int64_t num_jobs,
+                           struct tile *t, int bf16, int paired) {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_jobs * p->kv_heads; i++) {
+        const struct job *job = &jobs[i / p->kv_heads];
+        int head = (int)(i % p->kv_heads);
+        if (!bf16)
+            attend(t, p, job, head, 0, 0, 0);
+        else if (HAS_PAIRS && paired)
+            attend(t, p, job, head, 1, 1, 1);
+        else
+            attend(t, p, job, head, 1, HAS_PAIRS, 0);
+    }
+}
+
 /* 0; 1 when memory ran out; 2 for a block that is not there. Strides in elements; rows of `tokens`
    queries in all; dim a multiple of 16 up to 256; at most 64 query heads to a KV head. Paired: of
    bfloat16, with blocks of a multiple of 16 tokens; slot_stride is not used. */
@@ -318,21 +334,11 @@ int cb_attention(const void *q, const void *k, const void *v, void *out, const i
     if (!tables_fit(&p, rows, num_blocks)) return 2;
     struct job *jobs = malloc((tokens + 1) * sizeof *jobs);
     if (!jobs) return 1;
-    int64_t num_jobs = make_jobs(&p, rows, jobs) * kv_heads;
+    int64_t num_jobs = make_jobs(&p, rows, jobs);
 #pragma omp parallel
     {
         struct tile t; /* under 0.5 MiB of the thread's stack */
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_jobs; i++) {
-            const struct job *job = &jobs[i / kv_heads];
-            int head = (int)(i % kv_heads);
-            if (!bf16)
-                attend(&t, &p, job, head, 0, 0, 0);
-            else if (HAS_PAIRS && paired)
-                attend(&t, &p, job, head, 1, 1, 1);
-            else
-                attend(&t, &p, job, head, 1, HAS_PAIRS, 0);
-        }
+        attend_by_team(&p, jobs, num_jobs, &t, bf16, paired);
     }
     free(jobs);
     return 0;

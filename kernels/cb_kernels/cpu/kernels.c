@@ -2,3 +2,4 @@
 #include "attention.c"
 #include "linear.c"
 #include "pointwise.c"
+#include "layers.c"

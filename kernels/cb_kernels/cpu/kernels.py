@@ -32,9 +32,11 @@ _SIGNATURES: dict[str, Sequence[object]] = {
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _FLOAT, _INT, _POINTER),
         *[_INT64] * 3,
     ),
+    "cb_layers": (_POINTER, _POINTER, _POINTER),
     "cb_has_pairs": (),
 }
-_RETURNS_STATUS = ("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_has_pairs")
+_OF_PAIRS = ("cb_linear", "cb_layers")  # only where bfloat16 products are
+_RETURNS_STATUS = ("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_layers", "cb_has_pairs")
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
 _MOST_HEAD_DIM = 256
@@ -46,12 +48,15 @@ class Kernels:
     """Operations on CPU tensors. Shapes as in `ops`; arguments were checked there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
+        has_pairs = bool(library.cb_has_pairs())
         for name, signature in _SIGNATURES.items():
+            if name in _OF_PAIRS and not has_pairs:
+                continue
             function = getattr(library, name)
             function.argtypes = signature
             function.restype = _INT if name in _RETURNS_STATUS else None
-        self.has_linear = bool(library.cb_has_pairs())
+        self.has_linear = has_pairs
         self.name = "C with bfloat16 products" if self.has_linear else "C"
 
     def takes_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -93,7 +98,7 @@ class Kernels:
         sinks = None if sinks is None else sinks.float().contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
         q, paired = _tokens_apart(q), k_cache.dim() == 5
-        status = self._library.cb_attention(
+        status = self.library.cb_attention(
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(table.data_ptr(), starts.data_ptr(), lens.data_ptr()),
             None if sinks is None else sinks.data_ptr(),
@@ -102,7 +107,7 @@ class Kernels:
             *(sliding_window or 0, scale, soft_cap or 0.0, lens.shape[0], q.shape[0]),
             *(q.dtype == torch.bfloat16, paired),
         )
-        _raise_for(status, "a row's block table names a block that the cache does not have")
+        raise_for(status, "a row's block table names a block that the cache does not have")
         return out
 
     def takes_store(self, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -112,23 +117,23 @@ class Kernels:
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
     ) -> None:
         k, v, slots = _tokens_apart(k), _tokens_apart(v), slots.long().contiguous()
-        status = self._library.cb_store_kv(
+        status = self.library.cb_store_kv(
             *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.stride()[:3], slots.data_ptr()),
             *(*k.shape, *k_cache.shape[:2], k.element_size()),
         )
-        _raise_for(status, "a slot is not in the cache")
+        raise_for(status, "a slot is not in the cache")
 
     def store_kv_paired(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
     ) -> None:
         k, v, slots = _tokens_apart(k), _tokens_apart(v), slots.long().contiguous()
-        status = self._library.cb_store_kv_paired(
+        status = self.library.cb_store_kv_paired(
             *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k_cache.data_ptr()),
             *(v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(2), slots.data_ptr()),
             *(*k.shape, *k_cache.shape[:2]),
         )
-        _raise_for(status, "a slot is not in the cache")
+        raise_for(status, "a slot is not in the cache")
 
     def takes_norm(self, x: Tensor, weight: Tensor) -> bool:
         return (
@@ -140,7 +145,7 @@ class Kernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, width = torch.empty_like(x), weight.shape[0]
-        self._library.cb_rms_norm(
+        self.library.cb_rms_norm(
             *(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps),
             x.dtype == torch.bfloat16,
         )
@@ -157,7 +162,7 @@ class Kernels:
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
         """In place, and x itself."""
-        self._library.cb_rope(
+        self.library.cb_rope(
             *(x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), *x.shape, half),
             x.dtype == torch.bfloat16,
         )
@@ -204,7 +209,7 @@ class Kernels:
             x = x.contiguous()
         onto = None if onto is None else onto.contiguous()
         y = torch.empty(x.shape[0], width // 2 if gated else width, dtype=x.dtype)
-        self._library.cb_linear(
+        self.library.cb_linear(
             *(x.data_ptr(), x.stride(0), packed.data_ptr()),
             None if bias is None else bias.data_ptr(),
             None if onto is None else onto.data_ptr(),
@@ -219,7 +224,7 @@ def _tokens_apart(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _raise_for(status: int, what: str) -> None:
+def raise_for(status: int, what: str) -> None:
     if status == 1:
         raise MemoryError("no memory for the jobs of a step's attention")
     if status:

@@ -59,7 +59,7 @@ static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *
 
 /* Rows at a time, so that every thread gets enough jobs and none is tiny. */
 static int rows_of_a_job(int64_t num_rows, int64_t panels) {
-    int64_t wanted = (int64_t)JOBS_PER_THREAD * omp_get_max_threads();
+    int64_t wanted = (int64_t)JOBS_PER_THREAD * omp_get_num_threads();
     int64_t parts = (wanted + panels - 1) / panels;
     int64_t rows = (num_rows + parts - 1) / parts;
     rows = (rows + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
@@ -68,23 +68,31 @@ static int rows_of_a_job(int64_t num_rows, int64_t panels) {
     return (int)(rows > MOST_ROWS ? MOST_ROWS : rows);
 }
 
+/* The whole product, by the threads that call this together. */
+static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
+                           const struct output *o, int64_t num_rows, int64_t num_in,
+                           int64_t num_out) {
+    int64_t num_panels = (num_out + PANEL - 1) / PANEL;
+    int rows = rows_of_a_job(num_rows, num_panels);
+    int64_t parts = (num_rows + rows - 1) / rows;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < num_panels * parts; job++) {
+        int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
+        int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
+        int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
+        multiply_panel(x, x_stride, panels + panel * (num_in / 2) * PANEL, (int)(num_in / 2), start,
+                       stop, first, num, o);
+    }
+}
+
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
    64 when gated; num_in even. */
 void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, const uint16_t *bias,
                const uint16_t *onto, float scale, int gated, uint16_t *y, int64_t num_rows,
                int64_t num_in, int64_t num_out) {
     struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out};
-    int64_t num_panels = (num_out + PANEL - 1) / PANEL;
-    int rows = rows_of_a_job(num_rows, num_panels);
-    int64_t parts = (num_rows + rows - 1) / rows;
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t job = 0; job < num_panels * parts; job++) {
-        int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
-        int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
-        int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
-        multiply_panel(x, x_stride, panels + panel * (num_in / 2) * PANEL, (int)(num_in / 2), start,
-                       stop, first, num, &o);
-    }
+#pragma omp parallel
+    linear_by_team(x, x_stride, panels, &o, num_rows, num_in, num_out);
 }
 
 #endif

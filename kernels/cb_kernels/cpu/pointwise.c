@@ -4,21 +4,26 @@
 /* Up to this many elements one thread needs less than some 20 us, and waits for nobody. */
 #define SMALL 131072
 
+/* `width` numbers of x and of y, both from element `first` on. */
+INLINE void norm_row(const void *x, const void *weight, void *y, int64_t first, int64_t width,
+                     float eps, int bf16) {
+    vf squares[2] = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        vf a = load_as(x, first + i, bf16);
+        squares[(i / LANES) & 1] += a * a;
+    }
+    float scale = 1.0f / sqrtf(sum_of(squares[0] + squares[1]) / (float)width + eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        vf a = load_as(x, first + i, bf16) * scale;
+        store_as(y, first + i, a * load_as(weight, i, bf16), bf16);
+    }
+}
+
 INLINE void norm_rows(const void *x, const void *weight, void *y, int64_t rows, int64_t width,
                       float eps, int bf16) {
 #pragma omp parallel for schedule(static) if (rows * width > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        vf squares[2] = {};
-        for (int64_t i = 0; i < width; i += LANES) {
-            vf a = load_as(x, row * width + i, bf16);
-            squares[(i / LANES) & 1] += a * a;
-        }
-        float scale = 1.0f / sqrtf(sum_of(squares[0] + squares[1]) / (float)width + eps);
-        for (int64_t i = 0; i < width; i += LANES) {
-            vf a = load_as(x, row * width + i, bf16) * scale;
-            store_as(y, row * width + i, a * load_as(weight, i, bf16), bf16);
-        }
-    }
+    for (int64_t row = 0; row < rows; row++)
+        norm_row(x, weight, y, row * width, width, eps, bf16);
 }
 
 /* y = x / rms(x) * weight; x and y [rows, width], width a multiple of 16. */
@@ -30,20 +35,25 @@ void cb_rms_norm(const void *x, const void *weight, void *y, int64_t rows, int64
         norm_rows(x, weight, y, rows, width, eps, 0);
 }
 
+/* The head at element `first` of x by the cos and sin at element `turn`. */
+INLINE void turn_head(void *x, int64_t first, const void *cos, const void *sin, int64_t turn,
+                      int64_t half, int bf16) {
+    for (int64_t i = 0; i < half; i += LANES, turn += LANES) {
+        int64_t at_a = first + i, at_b = at_a + half;
+        vf a = load_as(x, at_a, bf16), b = load_as(x, at_b, bf16);
+        vf new_a = a * load_as(cos, turn, bf16) + b * load_as(sin, turn, bf16);
+        vf new_b = b * load_as(cos, turn + half, bf16) + a * load_as(sin, turn + half, bf16);
+        store_as(x, at_a, new_a, bf16);
+        store_as(x, at_b, new_b, bf16);
+    }
+}
+
 INLINE void turn_rows(void *x, int64_t stride, const void *cos, const void *sin, int64_t tokens,
                       int64_t heads, int64_t dim, int64_t half, int bf16) {
 #pragma omp parallel for schedule(static) if (tokens * heads * dim > SMALL)
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < heads; h++)
-            for (int64_t i = 0; i < half; i += LANES) {
-                int64_t at_a = t * stride + h * dim + i, at_b = at_a + half, turn = t * dim + i;
-                vf a = load_as(x, at_a, bf16), b = load_as(x, at_b, bf16);
-                vf new_a = a * load_as(cos, turn, bf16) + b * load_as(sin, turn, bf16);
-                turn += half;
-                vf new_b = b * load_as(cos, turn, bf16) + a * load_as(sin, turn, bf16);
-                store_as(x, at_a, new_a, bf16);
-                store_as(x, at_b, new_b, bf16);
-            }
+            turn_head(x, t * stride + h * dim, cos, sin, t * dim, half, bf16);
 }
 
 /* Rotary embedding in place: x [tokens, heads, dim] with `stride` between tokens, cos and sin
@@ -77,7 +87,15 @@ int cb_store_kv(const char *k, int64_t k_stride, const char *v, int64_t v_stride
     return 0;
 }
 
-/* The same into paired caches (see attention.c): bfloat16, an even block size. */
+/* One head's K and V [dim] to a slot of its block in paired caches (see attention.c). */
+INLINE void store_pairs(const uint16_t *key, const uint16_t *value, uint16_t *k_block,
+                        uint16_t *v_block, int64_t offset, int64_t dim, int64_t block_size) {
+    uint16_t *keys = k_block + offset * 2, *values = v_block + offset / 2 * dim * 2 + offset % 2;
+    for (int64_t d = 0; d < dim; d += 2) memcpy(keys + d * block_size, key + d, 4);
+    for (int64_t d = 0; d < dim; d++) values[2 * d] = value[d];
+}
+
+/* cb_store_kv into paired caches: bfloat16, an even block size. */
 int cb_store_kv_paired(const uint16_t *k, int64_t k_stride, const uint16_t *v, int64_t v_stride,
                        uint16_t *k_cache, uint16_t *v_cache, int64_t block_stride,
                        int64_t head_stride, const int64_t *slots, int64_t tokens, int64_t heads,
@@ -89,13 +107,9 @@ int cb_store_kv_paired(const uint16_t *k, int64_t k_stride, const uint16_t *v, i
         if (slots[t] < 0) continue;
         int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
         for (int64_t h = 0; h < heads; h++) {
-            const uint16_t *key = k + t * k_stride + h * dim, *value = v + t * v_stride + h * dim;
             int64_t base = block * block_stride + h * head_stride;
-            uint16_t *keys = k_cache + base + offset * 2;
-            uint16_t *values = v_cache + base + offset / 2 * dim * 2 + offset % 2;
-            for (int64_t d = 0; d < dim; d += 2)
-                memcpy(keys + d * block_size, key + d, 4);
-            for (int64_t d = 0; d < dim; d++) values[2 * d] = value[d];
+            store_pairs(k + t * k_stride + h * dim, v + t * v_stride + h * dim, k_cache + base,
+                        v_cache + base, offset, dim, block_size);
         }
     }
     return 0;

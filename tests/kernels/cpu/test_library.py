@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cb_kernels.cpu import build, library
 from cb_kernels.cpu.kernels import Kernels
+from cb_kernels.cpu.self_test import fault_of
 
 PROGRAM = """
 import sys
@@ -60,6 +64,21 @@ def test_two_processes_compile_at_once(folder: Path) -> None:
     assert len(paths) == 1
     assert build.is_whole(Path(paths.pop()))
     assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize(
+    "flags", [("-mno-avx512bf16",), ("-mno-avx512bf16", "-mno-avx512f")], ids=["no bf16", "avx2"]
+)
+def test_a_lesser_processor_gets_kernels_that_agree_with_torch(
+    flags: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
+    loaded = Kernels(ctypes.CDLL(str(build.built_library(folder))))
+    assert loaded.name == "C"
+    assert not loaded.takes_paired(torch.bfloat16, 32, 64, 3)
+    assert not loaded.takes_linear(torch.zeros(64, 64, dtype=torch.bfloat16), gated=False)
+    assert fault_of(loaded) is None
 
 
 def test_without_a_compiler_torch_is_used_and_the_log_says_why(

@@ -1,0 +1,78 @@
+"""Finds out whether a decoder's layers can run in one call, and prepares that call.
+
+A plain layer on a CPU with bfloat16 products: pre-norms, a gated SiLU MLP, packed weights. All
+others go through the modules of `decoder`, operation by operation. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cb_kernels import LayerStack, LayerWeights, PackedLinear, StackShape
+from torch import Tensor
+
+from cb_backend.runtime.models.decoder import DecoderLayer, RMSNorm
+from cb_backend.runtime.models.linear import Linear
+from cb_backend.runtime.models.mlp import GatedMLP
+from cb_backend.runtime.models.rope import Rope
+from cb_backend.runtime.models.spec import DecoderSpec
+
+
+class _NotPlainError(Exception):
+    """The layers have something that the one call has not."""
+
+
+def layer_stack(
+    spec: DecoderSpec, layers: Sequence[DecoderLayer], ropes: dict[str, Rope]
+) -> LayerStack | None:
+    """None when the layers have to be run one by one. `ropes` in the order of a step's turns."""
+    halves = {rope.half for rope in ropes.values()}
+    if spec.post_norms or not spec.pre_norms or spec.width_norms or len(halves) > 1:
+        return None
+    shape = StackShape(
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        dim=spec.head_dim,
+        half=halves.pop() if halves else 0,
+        eps=spec.norm_eps,
+        attention_scale=spec.attention_scale,
+        soft_cap=spec.attention_soft_cap,
+        residual_scale=spec.residual_scale,
+    )
+    kinds = list(ropes)
+    try:
+        return LayerStack([_weights(layer, kinds) for layer in layers], shape)
+    except (_NotPlainError, ValueError):
+        return None
+
+
+def _weights(layer: DecoderLayer, kinds: list[str]) -> LayerWeights:
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(mlp, GatedMLP) or mlp.activation is not None:
+        raise _NotPlainError
+    norms = attention.qk_norm
+    rope = attention.layer.rope
+    return LayerWeights(
+        attention_norm=_norm(layer.attention_in),
+        mlp_norm=_norm(layer.mlp_in),
+        q_norm=None if norms is None else _norm(norms.q),
+        k_norm=None if norms is None else _norm(norms.k),
+        qkv=_kernel(attention.qkv),
+        output=_kernel(attention.output),
+        gate_up=_kernel(mlp.gate_up),
+        down=_kernel(mlp.down),
+        turns=None if rope is None else kinds.index(rope),
+        window=attention.layer.sliding_window,
+    )
+
+
+def _norm(norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        raise _NotPlainError
+    return norm.weight
+
+
+def _kernel(linear: Linear) -> PackedLinear:
+    if linear.kernel is None:
+        raise _NotPlainError
+    return linear.kernel

@@ -43,16 +43,18 @@ INLINE void finish(const struct output *o, const float *sums, int64_t row, int64
     }
 }
 
-/* Rows [start, stop) of x [M, K] times one panel. */
-static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *panel, int depth,
-                           int64_t start, int64_t stop, int64_t first, int num,
-                           const struct output *o) {
+/* Rows [start, stop) of x [M, K] times one panel; meanwhile `ahead` of the same size is fetched. */
+static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *panel,
+                           const uint32_t *ahead, int depth, int64_t start, int64_t stop,
+                           int64_t first, int num, const struct output *o) {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     int rows = (int)(stop - start);
     for (int k = 0; k < depth; k += MOST_DEPTH) {
         int part = depth - k < MOST_DEPTH ? depth - k : MOST_DEPTH;
-        product((const uint32_t *)(x + start * x_stride) + k, x_stride / 2,
-                panel + (int64_t)k * PANEL, PANEL, sums, PANEL, rows, num / LANES, part, k > 0, 1);
+        int64_t at = (int64_t)k * PANEL;
+        product_and_fetch((const uint32_t *)(x + start * x_stride) + k, x_stride / 2, panel + at,
+                          PANEL, sums, PANEL, rows, num / LANES, part, k > 0, 1,
+                          ahead ? (const char *)(ahead + at) : NULL);
     }
     for (int i = 0; i < rows; i++) finish(o, sums + i * PANEL, start + i, first, num);
 }
@@ -80,8 +82,11 @@ static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *
         int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
         int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
-        multiply_panel(x, x_stride, panels + panel * (num_in / 2) * PANEL, (int)(num_in / 2), start,
-                       stop, first, num, o);
+        const uint32_t *own = panels + panel * (num_in / 2) * PANEL;
+        /* The panel that this thread will want next, if the others are as fast. */
+        const uint32_t *ahead = own + omp_get_num_threads() * (num_in / 2) * PANEL;
+        if (part || panel + omp_get_num_threads() >= num_panels) ahead = NULL;
+        multiply_panel(x, x_stride, own, ahead, (int)(num_in / 2), start, stop, first, num, o);
     }
 }
 

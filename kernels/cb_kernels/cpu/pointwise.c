@@ -90,9 +90,19 @@ int cb_store_kv(const char *k, int64_t k_stride, const char *v, int64_t v_stride
 /* One head's K and V [dim] to a slot of its block in paired caches (see attention.c). */
 INLINE void store_pairs(const uint16_t *key, const uint16_t *value, uint16_t *k_block,
                         uint16_t *v_block, int64_t offset, int64_t dim, int64_t block_size) {
-    uint16_t *keys = k_block + offset * 2, *values = v_block + offset / 2 * dim * 2 + offset % 2;
+    uint16_t *keys = k_block + offset * 2;
     for (int64_t d = 0; d < dim; d += 2) memcpy(keys + d * block_size, key + d, 4);
+#if HAS_PAIRS
+    /* Only the token's own halves are written: another thread may write its partner's. */
+    __mmask32 halves = offset % 2 ? 0xaaaaaaaa : 0x55555555;
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vu both = __builtin_convertvector(*(const vh_any *)(value + d), vu) * 0x10001u;
+        _mm512_mask_storeu_epi16(v_block + (offset / 2 * dim + d) * 2, halves, (__m512i)both);
+    }
+#else
+    uint16_t *values = v_block + offset / 2 * dim * 2 + offset % 2;
     for (int64_t d = 0; d < dim; d++) values[2 * d] = value[d];
+#endif
 }
 
 /* cb_store_kv into paired caches: bfloat16, an even block size. */

@@ -6,6 +6,8 @@
 
 #include "vectors.h"
 
+#define LINE 64 /* bytes of the cache */
+
 #if defined(__AVX512F__)
 #define MAX_ROWS 6 /* 6 x 4 accumulators, 4 vectors of B: 28 of 32 registers */
 #define MAX_VECTORS 4
@@ -27,19 +29,22 @@ INLINE vf multiply_add(vf sum, uint32_t a, const uint32_t *b, int pairs) {
 }
 
 INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda, const uint32_t *b,
-                          int64_t ldb, float *c, int64_t ldc, int depth, int adds, int pairs) {
+                          int64_t ldb, float *c, int64_t ldc, int depth, int adds, int pairs,
+                          const char *ahead) {
     vf sums[MAX_ROWS][MAX_VECTORS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
             sums[i][j] = adds ? load(c + i * ldc + j * LANES) : (vf){};
-    for (int k = 0; k < depth; k++, b += ldb)
+    for (int k = 0; k < depth; k++, b += ldb) {
+        if (ahead) __builtin_prefetch(ahead + k * LINE, 0, 2);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++)
                 sums[i][j] = multiply_add(sums[i][j], a[i * lda + k], b + j * LANES, pairs);
+    }
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
@@ -49,14 +54,14 @@ INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
 #define BLOCK(R, V)                                                                 \
     case R * 8 + V:                                                                 \
         if (R <= MAX_ROWS && V <= MAX_VECTORS)                                      \
-            block_product(R, V, a, lda, b, ldb, c, ldc, depth, adds, pairs);        \
+            block_product(R, V, a, lda, b, ldb, c, ldc, depth, adds, pairs, ahead); \
         break;
 #define BLOCKS(R) BLOCK(R, 1) BLOCK(R, 2) BLOCK(R, 3) BLOCK(R, 4)
 
 /* The block sizes become constants here, so that the sums stay in registers. */
 INLINE void any_block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
                               const uint32_t *b, int64_t ldb, float *c, int64_t ldc, int depth,
-                              int adds, int pairs) {
+                              int adds, int pairs, const char *ahead) {
     switch (rows * 8 + vectors) {
         BLOCKS(1) BLOCKS(2) BLOCKS(3) BLOCKS(4) BLOCKS(5) BLOCKS(6)
     }
@@ -65,14 +70,15 @@ INLINE void any_block_product(int rows, int vectors, const uint32_t *a, int64_t 
 /* Rows in blocks of like size, since a block of one row wastes the most. */
 INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
                             float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
-                            int adds, int pairs) {
+                            int adds, int pairs, const char *ahead) {
     int blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int v = 0; v < num_vectors; v += MAX_VECTORS) {
         int vectors = num_vectors - v < MAX_VECTORS ? num_vectors - v : MAX_VECTORS;
         for (int block = 0; block < blocks; block++) {
             int start = num_rows * block / blocks, stop = num_rows * (block + 1) / blocks;
             any_block_product(stop - start, vectors, a + start * lda, lda, b + v * LANES, ldb,
-                              c + start * ldc + v * LANES, ldc, depth, adds, pairs);
+                              c + start * ldc + v * LANES, ldc, depth, adds, pairs, ahead);
+            if (ahead) ahead += (int64_t)depth * LINE;
         }
     }
 }
@@ -81,22 +87,31 @@ INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, i
 #define DEFINE_PRODUCT(name, pairs)                                                            \
     static __attribute__((noinline, unused)) void name(                                        \
         const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c, int64_t ldc, \
-        int num_rows, int num_vectors, int depth, int adds) {                                  \
-        blocked_product(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, pairs);    \
+        int num_rows, int num_vectors, int depth, int adds, const char *ahead) {               \
+        blocked_product(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, pairs,     \
+                        ahead);                                                                \
     }
 DEFINE_PRODUCT(product_of_floats, 0)
 #if HAS_PAIRS
 DEFINE_PRODUCT(product_of_pairs, 1)
 #endif
 
-INLINE void product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c,
-                    int64_t ldc, int num_rows, int num_vectors, int depth, int adds, int pairs) {
+/* What `ahead` points at is fetched into L2 meanwhile, one line for each of `depth` and block of
+   rows, as far as these go; NULL: nothing. */
+INLINE void product_and_fetch(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c,
+                              int64_t ldc, int num_rows, int num_vectors, int depth, int adds,
+                              int pairs, const char *ahead) {
 #if HAS_PAIRS
     if (pairs) {
-        product_of_pairs(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds);
+        product_of_pairs(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead);
         return;
     }
 #endif
     (void)pairs;
-    product_of_floats(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds);
+    product_of_floats(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead);
+}
+
+INLINE void product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c,
+                    int64_t ldc, int num_rows, int num_vectors, int depth, int adds, int pairs) {
+    product_and_fetch(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, pairs, NULL);
 }

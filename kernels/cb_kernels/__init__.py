@@ -3,6 +3,7 @@ cb_backend."""
 
 from cb_kernels.ops import (
     PackedLinear,
+    add_rms_norm,
     attention_path,
     pack_linear,
     paged_attention,
@@ -16,6 +17,7 @@ __all__ = [
     "PackedLinear",
     "RaggedBatch",
     "Workspace",
+    "add_rms_norm",
     "attention_path",
     "pack_linear",
     "paged_attention",

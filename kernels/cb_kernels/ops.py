@@ -1,6 +1,7 @@
 """The public operations: argument checks and the one dispatch rule.
 
-On the CPU the kernels in C take what they can, torch the rest; elsewhere torch takes all.
+On a GPU the kernels in Triton run (`triton.launch.uses_triton` is the rule). On the CPU the kernels
+in C take what they can, torch the rest.
 
 A cache has the logical shape [N, block_size, H_kv, D] with any strides that keep D contiguous;
 physically the heads may lie outside (`torch.empty(H_kv, N, block_size, D).permute(1, 2, 0, 3)`).
@@ -15,6 +16,7 @@ from torch import Tensor
 from cb_kernels import torch_impl
 from cb_kernels.cpu.library import kernels
 from cb_kernels.ragged import RaggedBatch
+from cb_kernels.triton.launch import uses_triton
 
 
 def attention_path(device_type: str) -> str:
@@ -91,11 +93,39 @@ def paged_attention(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in x's dtype, which is the weight's."""
+    """x / rms(x) * weight [W] over the last dimension, in x's dtype, computed in float32.
+
+    Raises ValueError on a weight of another width.
+    """
+    _check_norm(x, weight)
+    if uses_triton(x):
+        from cb_kernels.triton import norm
+
+        return norm.rms_norm(x, weight, eps)
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     c = kernels() if x.device.type == "cpu" else None
     if c is not None and c.takes_norm(x, weight):
         return c.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The norm of total = x * scale + residual, and total, which is rounded to x's dtype first.
+
+    Raises ValueError on a residual unlike x or a weight of another width.
+    """
+    _check_norm(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(f"residual {_text(residual)} does not fit x {_text(x)}")
+    if uses_triton(x):
+        from cb_kernels.triton import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps, scale)
+    total = torch.add(residual, x, alpha=scale)
+    return rms_norm(total, weight, eps), total
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
@@ -160,6 +190,11 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
             f"caches must be alike and [N, block_size, H_kv, D], got"
             f" {_text(k_cache)} and {_text(v_cache)}"
         )
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    if weight.dim() != 1 or x.shape[-1:] != weight.shape:
+        raise ValueError(f"a weight {_text(weight)} does not fit x {_text(x)}")
 
 
 def _text(tensor: Tensor) -> str:

@@ -58,3 +58,17 @@ def paged_attention(
                 weights = torch.softmax(scores, 0)[: last + 1 - first]
                 out[token, head] = weights @ values[first : last + 1, kv_head]
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension. Float64."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The norm, float64, of x * scale + residual, rounded to x's dtype; and that sum."""
+    total = (x.double() * scale + residual.double()).to(x.dtype)
+    return rms_norm(total, weight, eps), total

@@ -1,0 +1,44 @@
+"""The launch table: tiles, warps and stages by kernel, shape class and chip.
+
+Filled from what compiles without spills for each chip. There is no tuning at run time. A launcher
+names the shape class; the compile gate compiles every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cb_kernels.triton.chips import Chip
+
+Options = dict[str, int]  # keyword arguments of a launch
+Rows = Mapping[str, Mapping[str, Options]]  # shape class -> chip's name, or ANY -> options
+
+ANY = "any"
+
+# One program takes a whole row, of up to WIDEST elements; narrow rows share a program.
+WIDEST = 16384
+_ROW_KERNEL: Rows = {
+    "head": {ANY: {"ROWS": 16, "num_warps": 4, "num_stages": 1}},  # up to 256 wide
+    "narrow": {ANY: {"ROWS": 1, "num_warps": 2, "num_stages": 1}},  # 1024
+    "middle": {ANY: {"ROWS": 1, "num_warps": 8, "num_stages": 1}},  # 4096
+    "wide": {ANY: {"ROWS": 1, "num_warps": 16, "num_stages": 1}},
+}
+
+TABLE: dict[str, Rows] = {
+    "rms_norm": _ROW_KERNEL,
+}
+
+
+def options(kernel: str, shape_class: str, chip: Chip) -> Options:
+    """A row of the table, as keyword arguments for `launch`."""
+    rows = TABLE[kernel][shape_class]
+    return rows.get(chip.name) or rows[ANY]
+
+
+def width_class(width: int) -> str:
+    """The shape class of rows of `width` elements. Raises ValueError past WIDEST."""
+    if width > WIDEST:
+        raise ValueError(f"rows of {width} elements are wider than the {WIDEST} a program takes")
+    if width <= 256:
+        return "head"
+    return "narrow" if width <= 1024 else "middle" if width <= 4096 else "wide"

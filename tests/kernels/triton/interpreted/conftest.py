@@ -1,0 +1,23 @@
+"""All of this folder runs in Triton's interpreter, with right rounding and checks of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cb_kernels.triton.launch import INTERPRETED
+
+if not INTERPRETED:
+    pytest.exit("set TRITON_INTERPRET=1 before Python starts: `make test-kernels`", returncode=2)
+
+from tests.kernels.triton.harness import memory, rounding
+
+rounding.install()
+memory.install()
+
+
+@pytest.fixture(autouse=True)
+def _masked_lanes_may_overflow() -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        yield

@@ -16,7 +16,11 @@ import triton.language as tl
 from cb_kernels.triton.attention_tiles import LOG2E, NEVER, attend_tiles, fold, nothing
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_part", "num_parts", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "first_part", "num_parts", "min_tiles", "table_stride"],
+    # Rows may begin within a batch's, and numbers are read one by one anyway.
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"],
+)
 def _attend(  # noqa: C901, PLR0912, PLR0915 - straight down; most branches are constants
     q_ptr,  # [T, H_q, D], any strides but the last
     k_ptr,  # [N, PAGE, H_kv, D], any strides but the last
@@ -39,6 +43,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - straight down; most branches are 
     num_rows,  # S
     first_part,  # where this launch's parts begin
     num_parts,
+    min_tiles,  # that a part has at least, but for the last
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -60,8 +65,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - straight down; most branches are 
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PHASES: tl.constexpr,  # whether tiles that all queries see take a loop without masks
-    PART_TILES: tl.constexpr,  # tiles of a part, the same for all rows; 0: as many as needed
-    MIN_TILES: tl.constexpr,  # fewest tiles of a part that is as long as needed
+    PART_TILES: tl.constexpr,  # tiles of a part at fixed places; 0: its even share
 ):
     """Grid (T // (BLOCK_M // GROUP) + S, H_kv, parts): more query blocks than there are, so that
     the host need not know the rows; those too many end at once."""
@@ -125,7 +129,8 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - straight down; most branches are 
             sums, queries, keys, slope, soft_cap, window, tiles, num_parts, SHAPE, PART_TILES
         )
     else:
-        limits = (near, far, tl.maximum(_share(tiles), MIN_TILES))
+        num_tiles = tl.maximum(tl.cdiv(tiles[1] - tiles[0], tl.num_programs(2)), min_tiles)
+        limits = (near, far, num_tiles)
         sums = _attend_part(
             sums, queries, keys, slope, soft_cap, window, tiles, limits, SHAPE, PHASES
         )
@@ -158,12 +163,6 @@ def _row_of(block, query_start_loc_ptr, num_rows, block_q: tl.constexpr):
         else:
             right = middle
     return left - 1
-
-
-@triton.jit
-def _share(tiles):
-    """How many tiles each part gets."""
-    return tl.cdiv(tiles[1] - tiles[0], tl.num_programs(2))
 
 
 @triton.jit

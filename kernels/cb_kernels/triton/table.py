@@ -15,6 +15,19 @@ Rows = Mapping[str, Mapping[str, Options]]  # shape class -> chip's name, or ANY
 
 ANY = "any"
 
+
+def _attend(
+    block_m: int, block_n: int, num_warps: int, num_stages: int, *, phases: bool = False
+) -> Options:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "PHASES": phases,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
 # One program takes a whole row, of up to WIDEST elements; narrow rows share a program.
 WIDEST = 16384
 _ROW_KERNEL: Rows = {
@@ -24,7 +37,37 @@ _ROW_KERNEL: Rows = {
     "wide": {ANY: {"ROWS": 1, "num_warps": 16, "num_stages": 1}},
 }
 
+# Paged attention by kind and padded head dimension; kinds are chosen in `attention_plan`.
+# decode: few queries a row, so a tile of 16, and two tiles of K and V on their way while one is
+# used. chunk: 64 rows and more, which Hopper and Blackwell multiply by warp groups. fixed: like
+# chunk, with the sums of a part beside those of all, so half the registers are left (and with 256
+# dimensions only 32 rows). float32: products without tensor cores.
+_ATTEND: Rows = {
+    "decode 64": {ANY: _attend(16, 64, 4, 3)},
+    "decode 128": {ANY: _attend(16, 64, 4, 3), "gfx942": _attend(16, 32, 4, 3)},
+    "decode 256": {ANY: _attend(16, 32, 4, 3), "gfx942": _attend(16, 32, 4, 2)},
+    "chunk 64": {ANY: _attend(128, 64, 8, 2, phases=True)},
+    "chunk 128": {
+        ANY: _attend(128, 64, 8, 2, phases=True),
+        "gfx942": _attend(64, 32, 4, 2, phases=True),
+    },
+    "chunk 256": {ANY: _attend(64, 32, 8, 2, phases=True)},
+    "fixed 64": {ANY: _attend(64, 64, 8, 2)},
+    "fixed 128": {ANY: _attend(64, 64, 8, 2), "sm_80": _attend(64, 32, 8, 2)},
+    "fixed 256": {ANY: _attend(32, 32, 8, 2)},
+    "float32 64": {ANY: _attend(32, 32, 4, 2)},
+    "float32 128": {ANY: _attend(16, 16, 4, 2)},
+    "float32 256": {ANY: _attend(16, 16, 4, 2)},
+}
+
+_COMBINE: Rows = {
+    "by tiles": {ANY: {"ROWS": 4, "PARTS": 8, "num_warps": 4, "num_stages": 1}},
+    "in order": {ANY: {"ROWS": 8, "PARTS": 1, "num_warps": 4, "num_stages": 1}},
+}
+
 TABLE: dict[str, Rows] = {
+    "attend": _ATTEND,
+    "combine": _COMBINE,
     "rms_norm": _ROW_KERNEL,
 }
 

@@ -58,15 +58,22 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention [T, H_q, D] of a ragged batch over its pages; this step's K and V included.
 
     `sliding_window`: a query sees that many latest keys, its own among them. `soft_cap`: scores
     become cap * tanh(score / cap). `sinks` [H_q]: a logit per head that only takes weight away.
+    `alibi_slopes` [H_q] float32: a score loses slope * distance between query and key, after the
+    cap (Press et al. 2022, arXiv 2108.12409). `scales` [H_kv] float32 of K and of V: what a cache
+    in float8_e4m3fn is multiplied with. The last two, and a batch that must be deterministic, only
+    the kernels in Triton have.
     Raises ValueError on shapes or dtypes that do not fit.
     """
     _check_caches(k_cache, v_cache)
-    if q.dim() != 3 or q.shape[0] != batch.num_tokens or q.dtype != k_cache.dtype:
+    fits = q.dtype == k_cache.dtype if scales is None else k_cache.dtype == torch.float8_e4m3fn
+    if q.dim() != 3 or q.shape[0] != batch.num_tokens or not fits:
         raise ValueError(
             f"q {_text(q)} does not fit {batch.num_tokens} tokens and a cache {_text(k_cache)}"
         )
@@ -76,6 +83,19 @@ def paged_attention(
         raise ValueError(f"blocks of {batch.block_size} do not fit a cache {_text(k_cache)}")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"{q.shape[1]} heads need as many sinks, got {_text(sinks)}")
+    if uses_triton(q):
+        from cb_kernels.triton import attention
+
+        k_scale, v_scale = scales or (None, None)
+        rule = attention.Rule(
+            scale, sliding_window, soft_cap, sinks, alibi_slopes, k_scale, v_scale
+        )
+        return attention.paged_attention(q, k_cache, v_cache, batch, rule)
+    if alibi_slopes is not None or scales is not None or batch.deterministic:
+        raise ValueError(
+            "ALiBi, a cache in float8 and deterministic batches need the kernels in Triton,"
+            f" which do not serve {q.device.type}"
+        )
     c = kernels() if q.device.type == "cpu" else None
     attend = torch_impl.paged_attention
     if c is not None and c.takes_attention(q, k_cache, v_cache):

@@ -34,8 +34,15 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention of each row's queries over the row's own pages. Float64 [T, H_q, D]."""
+    if scales is not None:
+        k_cache, v_cache = (
+            cache.double() * factor.double()[:, None]
+            for cache, factor in zip((k_cache, v_cache), scales, strict=True)
+        )
     out = torch.empty(q.shape, dtype=torch.float64)
     group_size = q.shape[1] // k_cache.shape[2]
     for row, seq_len in enumerate(batch.seq_lens):
@@ -53,6 +60,9 @@ def paged_attention(
                 scores = keys[first : last + 1, kv_head] @ q[token, head].double() * scale
                 if soft_cap is not None:
                     scores = soft_cap * torch.tanh(scores / soft_cap)
+                if alibi_slopes is not None:
+                    distance = last - torch.arange(first, last + 1)
+                    scores = scores - alibi_slopes[head].double() * distance
                 if sinks is not None:
                     scores = torch.cat((scores, sinks[head : head + 1].double()))
                 weights = torch.softmax(scores, 0)[: last + 1 - first]

@@ -70,7 +70,11 @@ class Segment:
 
 
 def segments(
-    heads: Heads, num_queries: Sequence[int], num_keys: Sequence[int], *, deterministic: bool
+    heads: Heads,
+    num_queries: Sequence[int],
+    num_keys: Sequence[int],
+    *,
+    deterministic: bool = False,
 ) -> list[Segment]:
     """The launches for rows of so many queries and keys, this step's keys included."""
     if not num_keys:

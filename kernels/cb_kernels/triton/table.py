@@ -49,6 +49,7 @@ _ATTEND: Rows = {
     "chunk 64": {ANY: _attend(128, 64, 8, 2, phases=True)},
     "chunk 128": {
         ANY: _attend(128, 64, 8, 2, phases=True),
+        "sm_80": _attend(64, 32, 4, 2, phases=True),
         "gfx942": _attend(64, 32, 4, 2, phases=True),
     },
     "chunk 256": {ANY: _attend(64, 32, 8, 2, phases=True)},

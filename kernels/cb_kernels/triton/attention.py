@@ -66,20 +66,33 @@ def paged_attention(
     heads = Heads(
         *(q.shape[1], k_cache.shape[2], q.shape[2], q.dtype, k_cache.dtype, rule.window, chip(q))
     )
-    # Distances to keys would have to be known for a prefix's queries one by one.
-    may_share = rule.slopes is None
-    layout = batch.derived(
-        ("triton attention", heads, may_share), lambda: _layout(heads, batch, may_share)
+    has_slopes = rule.slopes is not None
+    plan = batch.derived(
+        ("triton attention", heads, has_slopes),
+        lambda: layout(heads, batch, has_slopes=has_slopes),
     )
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared = layout.shared
-    for segment in layout.segments:
+    shared = plan.shared
+    for segment in plan.segments:
         rows = _slice(batch.rows(), segment)
         stop = batch.query_start_loc[segment.last_row]
         attend_rows(q[:stop], k_cache, v_cache, out[:stop], rows, segment, rule, shared)
         shared = None
     return out
+
+
+def layout(heads: Heads, batch: RaggedBatch, *, has_slopes: bool = False) -> Layout:
+    """How the batch is laid out over launches, for all layers with such heads."""
+    rows = range(len(batch.seq_lens))
+    num_queries = [batch.num_queries(row) for row in rows]
+    launches = segments(heads, num_queries, batch.seq_lens, deterministic=batch.deterministic)
+    # A window hides a prefix from some queries, ALiBi wants each query's place, and fixed parts
+    # have an order in which a prefix has no place.
+    may_share = heads.window is None and not has_slopes and not batch.deterministic
+    if not may_share or not launches or max(num_queries[: launches[0].last_row]) > 1:
+        return Layout(launches, None)
+    return Layout(launches, _shared_prefix(heads, batch, launches[0]))
 
 
 def attend_rows(
@@ -172,18 +185,6 @@ def _slice(rows: Rows, segment: Segment) -> Rows:
     return Rows(
         rows.block_table[first:last], rows.query_start_loc[first:], rows.seq_lens[first:last]
     )
-
-
-def _layout(heads: Heads, batch: RaggedBatch, may_share: bool) -> Layout:
-    rows = range(len(batch.seq_lens))
-    num_queries = [batch.num_queries(row) for row in rows]
-    launches = segments(heads, num_queries, batch.seq_lens, deterministic=batch.deterministic)
-    # A window hides a prefix from some of its queries; a fixed order of sums has no place for it.
-    may_share = may_share and heads.window is None and not batch.deterministic
-    if not may_share or not launches or max(num_queries[: launches[0].last_row]) > 1:
-        return Layout(launches, None)
-    shared = _shared_prefix(heads, batch, launches[0])
-    return Layout(launches, shared)
 
 
 def _shared_prefix(heads: Heads, batch: RaggedBatch, segment: Segment) -> SharedPrefix | None:

@@ -135,6 +135,8 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - straight down; most branches are 
             sums, queries, keys, slope, soft_cap, window, tiles, limits, SHAPE, PHASES
         )
     acc, top, total = sums
+    if token_ptr is not None:  # again: it need not take registers meanwhile
+        token = tl.load(token_ptr + start + query, mask=is_real, other=0).to(tl.int64)
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head)
     if num_parts == 1:

@@ -52,9 +52,16 @@ _ATTEND: Rows = {
         "sm_80": _attend(64, 32, 4, 2, phases=True),
         "gfx942": _attend(64, 32, 4, 2, phases=True),
     },
-    "chunk 256": {ANY: _attend(64, 32, 8, 2, phases=True)},
+    "chunk 256": {
+        ANY: _attend(64, 32, 8, 2, phases=True),
+        "gfx942": _attend(64, 16, 8, 2, phases=True),
+    },
     "fixed 64": {ANY: _attend(64, 64, 8, 2)},
-    "fixed 128": {ANY: _attend(64, 64, 8, 2), "sm_80": _attend(64, 32, 8, 2)},
+    "fixed 128": {
+        ANY: _attend(64, 64, 8, 2),
+        "sm_80": _attend(64, 32, 8, 2),
+        "gfx942": _attend(64, 32, 8, 2),
+    },
     "fixed 256": {ANY: _attend(32, 32, 8, 2)},
     "float32 64": {ANY: _attend(32, 32, 4, 2)},
     "float32 128": {ANY: _attend(16, 16, 4, 2)},
@@ -63,7 +70,7 @@ _ATTEND: Rows = {
 
 _COMBINE: Rows = {
     "by tiles": {ANY: {"ROWS": 4, "PARTS": 8, "num_warps": 4, "num_stages": 1}},
-    "in order": {ANY: {"ROWS": 8, "PARTS": 1, "num_warps": 4, "num_stages": 1}},
+    "in order": {ANY: {"ROWS": 16, "PARTS": 1, "num_warps": 4, "num_stages": 1}},
 }
 
 TABLE: dict[str, Rows] = {

@@ -17,6 +17,14 @@ from cb_kernels.triton.chips import CHIPS
 from cb_kernels.triton.launch import Compilation, compile_only
 from torch import Tensor
 
+from tests.kernels.triton.compiled.attention_cases import (
+    CHUNKS,
+    DECODING,
+    Model,
+    attention,
+    shared_prefix,
+)
+
 ALL_CHIPS = tuple(CHIPS)
 
 
@@ -72,4 +80,52 @@ def _norm_cases() -> list[Case]:
     ]
 
 
-CASES = [*_norm_cases()]
+def _attention_cases() -> list[Case]:
+    """At 128 dimensions as most models are, and with all that may add to a score; else the
+    latter, which needs more registers."""
+    with_float8 = tuple(name for name in ALL_CHIPS if name != "sm_80")
+
+    def case(kind: str, model: Model, chips: tuple[str, ...] = ALL_CHIPS) -> Case:
+        parts = [f"attention {kind} {model.head_dim}"]
+        parts += ["float8"] if model.float8 else []
+        parts += ["float32"] if model.dtype == torch.float32 else []
+        parts += ["rich"] if model.rich else []
+        parts += [f"blocks of {model.block_size}"] if model.block_size != 16 else []
+        group = model.num_heads // model.num_kv_heads
+        parts += [f"groups of {group}"] if group != 4 else []
+        rows = CHUNKS if kind == "chunk" else DECODING
+        # Of 256 dimensions a fixed part leaves registers for tiles of 32 queries only.
+        wgmma = kind == "chunk" or (kind == "fixed" and model.head_dim < 256)
+        wgmma = wgmma and model.dtype != torch.float32
+        run = partial(attention, model, rows)
+        return Case(" ".join(parts), run, chips, wide=True, wgmma=wgmma)
+
+    float32 = [Model(head_dim=dim, dtype=torch.float32) for dim in (64, 128, 256)]
+    return [
+        *(case(kind, Model()) for kind in ("chunk", "decode")),
+        *(
+            case(kind, Model(head_dim=dim, rich=True))
+            for kind in ("chunk", "decode")
+            for dim in (64, 128, 256)
+        ),
+        *(case("fixed", Model(head_dim=dim, deterministic=True)) for dim in (64, 128, 256)),
+        *(case("chunk", model) for model in float32),
+        *(
+            case(kind, Model(head_dim=dim, float8=True), with_float8)
+            for kind in ("chunk", "decode")
+            for dim in (128, 256)
+        ),
+        case("fixed", Model(float8=True, deterministic=True), with_float8),
+        case("decode", Model(block_size=128), ("sm_90",)),
+        case("chunk", Model(num_heads=28, num_kv_heads=4), ("sm_80", "sm_90")),
+        Case("attention shared prefix 128", partial(shared_prefix, Model()), wide=True),
+        Case(
+            "attention shared prefix 256 float8",
+            partial(shared_prefix, Model(head_dim=256, float8=True)),
+            ("sm_90",),
+            wide=True,
+        ),
+    ]
+
+
+CASES = [*_norm_cases(), *_attention_cases()]

@@ -1,16 +1,17 @@
 """Operations on a paged KV cache and around it. Each has a plain torch reference; knows nothing of
 cb_backend."""
 
+from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.ops import (
     PackedLinear,
-    add_rms_norm,
     attention_path,
     pack_linear,
     paged_attention,
-    rms_norm,
     rope,
+    store_heads,
     store_kv,
 )
+from cb_kernels.pointwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from cb_kernels.ragged import RaggedBatch, Workspace
 
 __all__ = [
@@ -19,9 +20,15 @@ __all__ = [
     "Workspace",
     "add_rms_norm",
     "attention_path",
+    "copy_blocks",
+    "gather_blocks",
+    "gelu_and_mul",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rope",
+    "scatter_blocks",
+    "silu_and_mul",
+    "store_heads",
     "store_kv",
 ]

@@ -10,12 +10,13 @@ physically the heads may lie outside (`torch.empty(H_kv, N, block_size, D).permu
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cb_kernels import torch_impl
 from cb_kernels.cpu.library import kernels
+from cb_kernels.pointwise import rms_norm
 from cb_kernels.ragged import RaggedBatch
+from cb_kernels.shapes import shape_text
 from cb_kernels.triton.launch import uses_triton
 
 
@@ -25,22 +26,39 @@ def attention_path(device_type: str) -> str:
     return f"paged torch ({device_type})" if c is None else f"paged {c.name} ({device_type})"
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Copy token t's K and V [T, H_kv, D] to slot `slot_mapping[t]`; slot -1 writes nothing.
 
     Slot s is offset s % block_size of block s // block_size. Slots of a step must be distinct.
-    Raises ValueError on shapes or dtypes that do not fit.
+    `scales`: those of K and V, float32 [H_kv], by which a float8 cache's numbers are multiplied
+    when they are read. Raises ValueError on shapes or dtypes that do not fit.
     """
-    _check_caches(k_cache, v_cache)
+    _check_caches(k_cache, v_cache, scales)
     if (
         k.shape != v.shape
+        or k.dtype != v.dtype
         or k.shape[1:] != k_cache.shape[2:]
-        or k.dtype != k_cache.dtype
-        or v.dtype != v_cache.dtype
+        or (scales is None and k.dtype != k_cache.dtype)
     ):
-        raise ValueError(f"k {_text(k)} and v {_text(v)} do not fit a cache {_text(k_cache)}")
+        raise ValueError(
+            f"k {shape_text(k)} and v {shape_text(v)} do not fit a cache {shape_text(k_cache)}"
+        )
     if slot_mapping.shape != k.shape[:1]:
-        raise ValueError(f"{k.shape[0]} tokens need as many slots, got {_text(slot_mapping)}")
+        raise ValueError(f"{k.shape[0]} tokens need as many slots, got {shape_text(slot_mapping)}")
+    if uses_triton(k):
+        from cb_kernels.triton import heads
+
+        heads.store_kv(k, v, k_cache, v_cache, slot_mapping, scales)
+        return
+    if scales is not None:
+        k, v = torch_impl.as_float8(k, scales[0]), torch_impl.as_float8(v, scales[1])
     c = kernels() if k.device.type == "cpu" else None
     if c is not None and c.takes_store(k_cache, v_cache):
         c.store_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -71,18 +89,19 @@ def paged_attention(
     the kernels in Triton have.
     Raises ValueError on shapes or dtypes that do not fit.
     """
-    _check_caches(k_cache, v_cache)
-    fits = q.dtype == k_cache.dtype if scales is None else k_cache.dtype == torch.float8_e4m3fn
+    _check_caches(k_cache, v_cache, scales)
+    fits = q.dtype == k_cache.dtype or scales is not None
     if q.dim() != 3 or q.shape[0] != batch.num_tokens or not fits:
         raise ValueError(
-            f"q {_text(q)} does not fit {batch.num_tokens} tokens and a cache {_text(k_cache)}"
+            f"q {shape_text(q)} does not fit {batch.num_tokens} tokens"
+            f" and a cache {shape_text(k_cache)}"
         )
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"the heads of q {_text(q)} do not fit a cache {_text(k_cache)}")
+        raise ValueError(f"the heads of q {shape_text(q)} do not fit a cache {shape_text(k_cache)}")
     if batch.block_size != k_cache.shape[1]:
-        raise ValueError(f"blocks of {batch.block_size} do not fit a cache {_text(k_cache)}")
+        raise ValueError(f"blocks of {batch.block_size} do not fit a cache {shape_text(k_cache)}")
     if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"{q.shape[1]} heads need as many sinks, got {_text(sinks)}")
+        raise ValueError(f"{q.shape[1]} heads need as many sinks, got {shape_text(sinks)}")
     if uses_triton(q):
         from cb_kernels.triton import attention
 
@@ -112,51 +131,63 @@ def paged_attention(
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight [W] over the last dimension, in x's dtype, computed in float32.
-
-    Raises ValueError on a weight of another width.
-    """
-    _check_norm(x, weight)
-    if uses_triton(x):
-        from cb_kernels.triton import norm
-
-        return norm.rms_norm(x, weight, eps)
-    if weight.dtype != x.dtype:
-        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
-    c = kernels() if x.device.type == "cpu" else None
-    if c is not None and c.takes_norm(x, weight):
-        return c.rms_norm(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """The norm of total = x * scale + residual, and total, which is rounded to x's dtype first.
-
-    Raises ValueError on a residual unlike x or a weight of another width.
-    """
-    _check_norm(x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(f"residual {_text(residual)} does not fit x {_text(x)}")
-    if uses_triton(x):
-        from cb_kernels.triton import norm
-
-        return norm.add_rms_norm(x, residual, weight, eps, scale)
-    total = torch.add(residual, x, alpha=scale)
-    return rms_norm(total, weight, eps), total
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
     """x [T, H, D], which may be overwritten, with dimension i < half turned against i + half.
 
-    cos and sin [T, 1, D]; sin carries the sign of its half, and past 2 * half cos is 1, sin 0.
+    cos and sin [T, 1, D], of one angle in both halves; sin carries the sign of its half, and past
+    2 * half cos is 1, sin 0.
     """
+    if uses_triton(x):
+        from cb_kernels.triton import heads
+
+        return heads.rope(x, cos, sin, half)
     c = kernels() if x.device.type == "cpu" else None
     if c is not None and c.takes_rope(x, cos, half):
         return c.rope(x, cos, sin, half)
     return torch_impl.rope(x, cos, sin, half)
+
+
+def store_heads(
+    heads: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    turns: tuple[Tensor, Tensor] | None = None,
+    half: int = 0,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """From heads [T, H_q + 2 H_kv, D] of q, k and v to q [T, H_q, D], with k and v stored.
+
+    In this order: q and k are normed per head (`norms`: their weights [D]), turned (`turns`: cos
+    and sin, with `half`, see `rope`), and k and v stored like `store_kv` does.
+    Raises ValueError on shapes or dtypes that do not fit.
+    """
+    num_kv = k_cache.shape[2]
+    num_q = heads.shape[1] - 2 * num_kv
+    if num_q < 1:
+        raise ValueError(f"heads {shape_text(heads)} are too few for a cache {shape_text(k_cache)}")
+    if uses_triton(heads):
+        from cb_kernels.triton import heads as kernels_of_heads
+
+        _check_caches(k_cache, v_cache, scales)
+        return kernels_of_heads.store_heads(
+            *(heads, k_cache, v_cache, slot_mapping),
+            turns=turns,
+            half=half,
+            norms=norms,
+            eps=eps,
+            scales=scales,
+        )
+    q, k, v = heads[:, :num_q], heads[:, num_q:-num_kv], heads[:, -num_kv:]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    if turns is not None:
+        q, k = rope(q, *turns, half), rope(k, *turns, half)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, scales)
+    return q
 
 
 class PackedLinear:
@@ -204,18 +235,18 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLi
     return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape, gated=gated)
 
 
-def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
+def _check_caches(
+    k_cache: Tensor, v_cache: Tensor, scales: tuple[Tensor, Tensor] | None = None
+) -> None:
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             f"caches must be alike and [N, block_size, H_kv, D], got"
-            f" {_text(k_cache)} and {_text(v_cache)}"
+            f" {shape_text(k_cache)} and {shape_text(v_cache)}"
         )
-
-
-def _check_norm(x: Tensor, weight: Tensor) -> None:
-    if weight.dim() != 1 or x.shape[-1:] != weight.shape:
-        raise ValueError(f"a weight {_text(weight)} does not fit x {_text(x)}")
-
-
-def _text(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if scales is None:
+        return
+    if k_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"scales are for a cache in float8_e4m3fn, got {shape_text(k_cache)}")
+    for scale in scales:
+        if scale.shape != k_cache.shape[2:3] or scale.dtype != torch.float32:
+            raise ValueError(f"a scale {shape_text(scale)} does not fit {shape_text(k_cache)}")

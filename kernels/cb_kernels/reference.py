@@ -12,16 +12,30 @@ from cb_kernels.ragged import RaggedBatch
 
 
 def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """New caches like `k_cache` and `v_cache` with the tokens' K and V in their slots."""
     new_k, new_v = k_cache.clone(), v_cache.clone()
     block_size = k_cache.shape[1]
+    k_scale, v_scale = scales or (None, None)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            new_k[slot // block_size, slot % block_size] = k[token]
-            new_v[slot // block_size, slot % block_size] = v[token]
+            new_k[slot // block_size, slot % block_size] = _as_stored(k[token], k_cache, k_scale)
+            new_v[slot // block_size, slot % block_size] = _as_stored(v[token], v_cache, v_scale)
     return new_k, new_v
+
+
+def _as_stored(rows: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+    """rows [H_kv, D] in the cache's dtype; float8 holds them divided by their head's scale."""
+    if scale is not None:
+        largest = torch.finfo(cache.dtype).max
+        rows = (rows.float() / scale[:, None]).clamp(-largest, largest)
+    return rows.to(cache.dtype)
 
 
 def paged_attention(
@@ -82,3 +96,19 @@ def add_rms_norm(
     """The norm, float64, of x * scale + residual, rounded to x's dtype; and that sum."""
     total = (x.double() * scale + residual.double()).to(x.dtype)
     return rms_norm(total, weight, eps), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+    """x [T, H, D] with dimension i < half turned against i + half. Float64."""
+    x = x.double()
+    swapped = torch.cat((x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]), -1)
+    return x * cos.double() + swapped * sin.double()
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of gate and up side by side; silu, gelu or gelu_tanh. Float64."""
+    gate, up = gate_up.double().chunk(2, -1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    kind = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.nn.functional.gelu(gate, approximate=kind) * up

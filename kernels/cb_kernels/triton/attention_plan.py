@@ -122,8 +122,8 @@ def shape_class(kind: str, heads: Heads) -> str:
     """The row of the launch table. Raises ValueError for heads that no row is for."""
     if heads.padded_dim > 256:
         raise ValueError(f"heads of {heads.head_dim} are wider than 256")
-    if heads.cache_dtype.itemsize == 1 and heads.chip.name == "sm_80":
-        raise ValueError("a cache in float8 needs sm_90 or newer, or gfx942")
+    if heads.cache_dtype.itemsize == 1 and heads.chip.name not in ("sm_90", "sm_100"):
+        raise ValueError(f"a cache in float8 needs sm_90 or newer, this is {heads.chip.name}")
     if heads.dtype == torch.float32:
         kind = "float32"
     return f"{kind} {max(64, heads.padded_dim)}"

@@ -77,6 +77,30 @@ TABLE: dict[str, Rows] = {
     "attend": _ATTEND,
     "combine": _COMBINE,
     "rms_norm": _ROW_KERNEL,
+    # By the width of the result. A thread should have 8 elements or more: 16 bytes a load.
+    "gated": {
+        "narrow": {  # up to 1024
+            ANY: {"BLOCK": 1024, "num_warps": 4, "num_stages": 1},
+            "gfx942": {"BLOCK": 1024, "num_warps": 2, "num_stages": 1},
+        },
+        "wide": {
+            ANY: {"BLOCK": 2048, "num_warps": 8, "num_stages": 1},
+            "gfx942": {"BLOCK": 2048, "num_warps": 4, "num_stages": 1},
+        },
+    },
+    "store_kv": {
+        "any": {
+            ANY: {"ROWS": 8, "num_warps": 4, "num_stages": 1},
+            "gfx942": {"ROWS": 16, "num_warps": 4, "num_stages": 1},
+        }
+    },
+    "store_heads": {
+        "any": {
+            ANY: {"ROWS": 8, "num_warps": 4, "num_stages": 1},  # 16: Triton 3.6 spills for sm_90
+            "gfx942": {"ROWS": 16, "num_warps": 4, "num_stages": 1},
+        }
+    },
+    "copy_blocks": {"any": {ANY: {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}}},
 }
 
 

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from cb_kernels import add_rms_norm, rms_norm
+from cb_kernels import (
+    add_rms_norm,
+    copy_blocks,
+    gather_blocks,
+    gelu_and_mul,
+    rms_norm,
+    rope,
+    scatter_blocks,
+    silu_and_mul,
+    store_heads,
+    store_kv,
+)
 from cb_kernels.triton.chips import CHIPS
 from cb_kernels.triton.launch import Compilation, compile_only
 from torch import Tensor
@@ -26,6 +37,8 @@ from tests.kernels.triton.compiled.attention_cases import (
 )
 
 ALL_CHIPS = tuple(CHIPS)
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_CHIPS = ("sm_90", "sm_100")  # sm_80 has no such numbers, gfx942 others of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,9 @@ def compiled(case: Case, chip: str) -> Compilation:
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+SLOTS = tensor(64, dtype=torch.int64)
 
 
 def _norm_cases() -> list[Case]:
@@ -83,7 +99,6 @@ def _norm_cases() -> list[Case]:
 def _attention_cases() -> list[Case]:
     """At 128 dimensions as most models are, and with all that may add to a score; else the
     latter, which needs more registers."""
-    with_float8 = tuple(name for name in ALL_CHIPS if name != "sm_80")
 
     def case(kind: str, model: Model, chips: tuple[str, ...] = ALL_CHIPS) -> Case:
         parts = [f"attention {kind} {model.head_dim}"]
@@ -111,11 +126,11 @@ def _attention_cases() -> list[Case]:
         *(case("fixed", Model(head_dim=dim, deterministic=True)) for dim in (64, 128, 256)),
         *(case("chunk", model) for model in float32),
         *(
-            case(kind, Model(head_dim=dim, float8=True), with_float8)
+            case(kind, Model(head_dim=dim, float8=True), FLOAT8_CHIPS)
             for kind in ("chunk", "decode")
             for dim in (128, 256)
         ),
-        case("fixed", Model(float8=True, deterministic=True), with_float8),
+        case("fixed", Model(float8=True, deterministic=True), FLOAT8_CHIPS),
         case("decode", Model(block_size=128), ("sm_90",)),
         case("chunk", Model(num_heads=28, num_kv_heads=4), ("sm_80", "sm_90")),
         Case("attention shared prefix 128", partial(shared_prefix, Model()), wide=True),
@@ -128,4 +143,86 @@ def _attention_cases() -> list[Case]:
     ]
 
 
-CASES = [*_norm_cases(), *_attention_cases()]
+def _activation_cases() -> list[Case]:
+    return [
+        Case("silu_and_mul 768", lambda: silu_and_mul(tensor(64, 2 * 768)), wide=True),
+        Case("silu_and_mul 14336", lambda: silu_and_mul(tensor(64, 2 * 14336)), wide=True),
+        Case("gelu_and_mul 9216", lambda: gelu_and_mul(tensor(64, 2 * 9216), tanh=True), wide=True),
+        Case("gelu_and_mul erf", lambda: gelu_and_mul(tensor(64, 2 * 4096), tanh=False), wide=True),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Llama-3-8B's heads, unless said otherwise."""
+
+    num_q: int = 32
+    num_kv: int = 8
+    head_dim: int = 128
+    half: int = 64
+    norms: bool = False
+    dtype: torch.dtype = torch.bfloat16  # the cache's
+
+    @property
+    def cache(self) -> Tensor:
+        return tensor(1000, 16, self.num_kv, self.head_dim, dtype=self.dtype)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        scale = tensor(self.num_kv, dtype=torch.float32)
+        return (scale, scale) if self.dtype == FLOAT8 else None
+
+    def store(self) -> None:
+        k = tensor(64, self.num_q + 2 * self.num_kv, self.head_dim)[:, -self.num_kv :]
+        store_kv(k, k, self.cache, self.cache, SLOTS, self.scales)
+
+    def store_heads(self) -> None:
+        turn = tensor(64, 1, self.head_dim)
+        norm = tensor(self.head_dim)
+        store_heads(
+            tensor(64, self.num_q + 2 * self.num_kv, self.head_dim),
+            *(self.cache, self.cache, SLOTS),
+            turns=(turn, turn) if self.half else None,
+            half=self.half,
+            norms=(norm, norm) if self.norms else None,
+            eps=1e-6,
+            scales=self.scales,
+        )
+
+
+def _heads_cases() -> list[Case]:
+    turn = tensor(64, 1, 128)
+    return [
+        Case("store_kv", _Heads().store),
+        Case("store_kv float8", _Heads(dtype=FLOAT8).store, chips=FLOAT8_CHIPS),
+        Case("store_heads", _Heads().store_heads),
+        Case("store_heads norms", _Heads(norms=True).store_heads),
+        Case("store_heads norms, no turns", _Heads(norms=True, half=0).store_heads),
+        Case("store_heads 80", _Heads(head_dim=80, half=40).store_heads),
+        Case("store_heads 96, partly rotary", _Heads(head_dim=96, half=36).store_heads),
+        Case("store_heads 256", _Heads(8, 4, 256, 128, norms=True).store_heads),
+        Case(
+            "store_heads float8", _Heads(norms=True, dtype=FLOAT8).store_heads, chips=FLOAT8_CHIPS
+        ),
+        Case("rope", lambda: rope(tensor(64, 48, 128)[:, :40], turn, turn, 64)),
+    ]
+
+
+def _block_cases() -> list[Case]:
+    pool, ids = tensor(32, 2, 1000, 16, 8, 128), tensor(9, dtype=torch.int64)
+    staging = tensor(32, 2, 9, 16, 8, 128)
+    return [
+        Case("copy_blocks", lambda: copy_blocks(pool, 2, ids, ids)),
+        Case("gather_blocks", lambda: gather_blocks(pool, 2, ids)),
+        Case("scatter_blocks", lambda: scatter_blocks(pool, 2, ids, staging)),
+        Case("copy_blocks float8", lambda: copy_blocks(pool.to(FLOAT8), 2, ids, ids)),
+    ]
+
+
+CASES = [
+    *_norm_cases(),
+    *_activation_cases(),
+    *_heads_cases(),
+    *_block_cases(),
+    *_attention_cases(),
+]

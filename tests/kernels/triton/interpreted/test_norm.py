@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cb_kernels import add_rms_norm, reference, rms_norm
-from torch import Tensor
+
+from tests.kernels.triton.harness.closeness import TOLERANCES, assert_rounded
 
 EPS = 1e-5
-# Half a unit in the last place, and a few float32 roundings.
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-11 * 1.01, torch.bfloat16: 2**-8 * 1.01}
-
-
-def _assert_rounded(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCES[actual.dtype]
-    torch.testing.assert_close(actual.double(), expected, atol=1e-6, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -24,19 +18,19 @@ def test_rms_norm_agrees_with_float64(shape: tuple[int, int], dtype: torch.dtype
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
     actual = rms_norm(x, weight, EPS)
     assert actual.dtype == dtype
-    _assert_rounded(actual, reference.rms_norm(x, weight, EPS))
+    assert_rounded(actual, reference.rms_norm(x, weight, EPS))
 
 
 def test_a_weight_in_float32_keeps_its_precision() -> None:
     x, weight = torch.randn(5, 320).bfloat16(), torch.randn(320) + 1
-    _assert_rounded(rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    assert_rounded(rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
 
 
 def test_heads_are_normed_where_they_lie() -> None:
     heads = torch.randn(7, 9, 112).bfloat16()  # [T, H_q + 2 H_kv, D]
     q = heads[:, 1:6]
     expected = reference.rms_norm(q, weight := torch.randn(112).bfloat16(), EPS)
-    _assert_rounded(rms_norm(q, weight, EPS), expected)
+    assert_rounded(rms_norm(q, weight, EPS), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -46,7 +40,7 @@ def test_the_residual_is_added_and_rounded_before_the_norm(dtype: torch.dtype) -
     normed, total = add_rms_norm(x, residual, weight, EPS, scale=0.75)
     _, expected_total = reference.add_rms_norm(x, residual, weight, EPS, 0.75)
     torch.testing.assert_close(total, expected_total, atol=1e-6, rtol=TOLERANCES[dtype] * 2)
-    _assert_rounded(normed, reference.rms_norm(total, weight, EPS))
+    assert_rounded(normed, reference.rms_norm(total, weight, EPS))
 
 
 def test_no_rows_are_no_launch() -> None:

@@ -155,12 +155,14 @@ def _segment(
     blocks = [-(-queries // block_q) for queries in num_queries]
     tiles = [-(-_seen(heads, keys) // block_n) for keys in num_keys]
     programs = _PROGRAMS_PER_PROCESSOR * heads.chip.num_processors
-    if sum(blocks) * heads.num_kv_heads * 2 > programs:
+    # Chunks alone may be programs enough; their parts would take much memory.
+    if most_queries > 1 and sum(blocks) * heads.num_kv_heads * 2 > programs:
         return Segment(first_row, last_row, config, 1, 0, 0)
-    # As many tiles for each program as there are for all, shared evenly.
+    # What each program has to do if all do the same.
     work = sum(b * t for b, t in zip(blocks, tiles, strict=True)) * heads.num_kv_heads
-    min_tiles = max(-(-work // programs), _LEAST_KEYS_OF_A_PART // block_n)
-    return Segment(first_row, last_row, config, -(-max(tiles) // min_tiles), 0, min_tiles)
+    share = max(-(-work // programs), _LEAST_KEYS_OF_A_PART // block_n)
+    num_parts = max(1, max(tiles) // share)
+    return Segment(first_row, last_row, config, num_parts, 0, -(-max(tiles) // num_parts))
 
 
 def _seen(heads: Heads, num_keys: int) -> int:

@@ -22,6 +22,8 @@ from cb_kernels.triton.launch import uses_triton
 
 def attention_path(device_type: str) -> str:
     """The name of the implementation that serves a kind of device."""
+    if device_type == "cuda":
+        return "paged Triton (cuda)"
     c = kernels() if device_type == "cpu" else None
     return f"paged torch ({device_type})" if c is None else f"paged {c.name} ({device_type})"
 
@@ -85,45 +87,30 @@ def paged_attention(
     become cap * tanh(score / cap). `sinks` [H_q]: a logit per head that only takes weight away.
     `alibi_slopes` [H_q] float32: a score loses slope * distance between query and key, after the
     cap (Press et al. 2022, arXiv 2108.12409). `scales` [H_kv] float32 of K and of V: what a cache
-    in float8_e4m3fn is multiplied with. The last two, and a batch that must be deterministic, only
-    the kernels in Triton have.
+    in float8_e4m3fn is multiplied with. The last two, and deterministic batches, only a GPU has.
     Raises ValueError on shapes or dtypes that do not fit.
     """
     _check_caches(k_cache, v_cache, scales)
-    fits = q.dtype == k_cache.dtype or scales is not None
-    if q.dim() != 3 or q.shape[0] != batch.num_tokens or not fits:
-        raise ValueError(
-            f"q {shape_text(q)} does not fit {batch.num_tokens} tokens"
-            f" and a cache {shape_text(k_cache)}"
-        )
-    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"the heads of q {shape_text(q)} do not fit a cache {shape_text(k_cache)}")
-    if batch.block_size != k_cache.shape[1]:
-        raise ValueError(f"blocks of {batch.block_size} do not fit a cache {shape_text(k_cache)}")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"{q.shape[1]} heads need as many sinks, got {shape_text(sinks)}")
+    _check_queries(q, k_cache, batch, of_cache_dtype=scales is None)
+    _check_per_head(q, sinks, "sinks")
+    _check_per_head(q, alibi_slopes, "slopes")
     if uses_triton(q):
         from cb_kernels.triton import attention
 
-        k_scale, v_scale = scales or (None, None)
         rule = attention.Rule(
-            scale, sliding_window, soft_cap, sinks, alibi_slopes, k_scale, v_scale
+            scale, sliding_window, soft_cap, sinks, alibi_slopes, *(scales or (None, None))
         )
         return attention.paged_attention(q, k_cache, v_cache, batch, rule)
     if alibi_slopes is not None or scales is not None or batch.deterministic:
         raise ValueError(
-            "ALiBi, a cache in float8 and deterministic batches need the kernels in Triton,"
-            f" which do not serve {q.device.type}"
+            f"on the device {q.device.type} there is no ALiBi, float8 cache or deterministic batch"
         )
     c = kernels() if q.device.type == "cpu" else None
     attend = torch_impl.paged_attention
     if c is not None and c.takes_attention(q, k_cache, v_cache):
         attend = c.attention
     return attend(
-        q,
-        k_cache,
-        v_cache,
-        batch,
+        *(q, k_cache, v_cache, batch),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -233,6 +220,24 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLi
     if gated and bias is not None:
         bias = c.interleave(bias)
     return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape, gated=gated)
+
+
+def _check_per_head(q: Tensor, values: Tensor | None, name: str) -> None:
+    if values is not None and values.shape != q.shape[1:2]:
+        raise ValueError(f"{q.shape[1]} heads need as many {name}, got {shape_text(values)}")
+
+
+def _check_queries(q: Tensor, k_cache: Tensor, batch: RaggedBatch, *, of_cache_dtype: bool) -> None:
+    fits = q.dim() == 3 and q.shape[0] == batch.num_tokens
+    if not fits or (of_cache_dtype and q.dtype != k_cache.dtype):
+        raise ValueError(
+            f"q {shape_text(q)} does not fit {batch.num_tokens} tokens"
+            f" and a cache {shape_text(k_cache)}"
+        )
+    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"the heads of q {shape_text(q)} do not fit a cache {shape_text(k_cache)}")
+    if batch.block_size != k_cache.shape[1]:
+        raise ValueError(f"blocks of {batch.block_size} do not fit a cache {shape_text(k_cache)}")
 
 
 def _check_caches(

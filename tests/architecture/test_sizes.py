@@ -14,7 +14,12 @@ MAX_FUNCTION_LINES = 50
 MAX_CLASS_METHODS = 15
 
 # What is too large, and why it stays so. An entry that is no longer needed fails a test.
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    "kernels/cb_kernels/triton/attention_kernel.py:_attend": (
+        "straight down: what a program derives from its place in the grid; each part of it would"
+        " take most of the arguments"
+    ),
+}
 
 
 def oversized(file: SourceFile) -> Iterator[tuple[str, str]]:
@@ -38,7 +43,7 @@ def oversized(file: SourceFile) -> Iterator[tuple[str, str]]:
 
 def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Of a Triton kernel, that of its body: its arguments stand one a line, each with its shape."""
-    is_kernel = any(ast.unparse(node) == "triton.jit" for node in function.decorator_list)
+    is_kernel = any(ast.unparse(node).startswith("triton.jit") for node in function.decorator_list)
     return function.body[0].lineno if is_kernel else function.lineno
 
 

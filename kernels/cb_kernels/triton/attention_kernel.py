@@ -21,7 +21,7 @@ from cb_kernels.triton.attention_tiles import LOG2E, NEVER, attend_tiles, fold, 
     # Rows may begin within a batch's, and numbers are read one by one anyway.
     do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"],
 )
-def _attend(  # noqa: C901, PLR0912 - straight down; most branches are constants
+def _attend(
     q_ptr,  # [T, H_q, D], any strides but the last
     k_ptr,  # [N, PAGE, H_kv, D], any strides but the last
     v_ptr,  # the same
@@ -70,7 +70,6 @@ def _attend(  # noqa: C901, PLR0912 - straight down; most branches are constants
     """Grid (T // (BLOCK_M // GROUP) + S, H_kv, parts): more query blocks than there are, so that
     the host need not know the rows; those too many end at once."""
     block_q: tl.constexpr = BLOCK_M // GROUP
-    SHAPE: tl.constexpr = (D, D_PAD, PAGE, BLOCK_N, PRECISION)
     # Last first: a chunk's later blocks see more keys, and the longest work should start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -80,76 +79,57 @@ def _attend(  # noqa: C901, PLR0912 - straight down; most branches are constants
     first_query = (block - start // block_q - row) * block_q
     if first_query >= num_queries:
         return
-    num_keys = tl.load(seq_lens_ptr + row)
-
     lane = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, D_PAD)
+    dim = tl.arange(0, D_PAD)[None, :]
     query = first_query + lane // GROUP
     head = kv_head * GROUP + lane % GROUP
     is_real = (lane < block_q * GROUP) & (query < num_queries)
-    token = start + query
-    if token_ptr is not None:
-        token = tl.load(token_ptr + token, mask=is_real, other=0)
-    token = token.to(tl.int64)
-    inside = is_real[:, None] & (dim[None, :] < D)
-    q_offset = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
+    inside = is_real[:, None] & (dim < D)
+    token = _token(start + query, token_ptr, is_real)
+    q_offset = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim
     q = tl.load(q_ptr + q_offset, mask=inside, other=0.0)
 
-    # The last key that each query sees, and that the block's first and last query see.
-    if CAUSAL:
-        last_key = num_keys - num_queries + query
-        near = num_keys - num_queries + first_query
-        far = tl.minimum(near + block_q, num_keys) - 1
-    else:
-        last_key = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
-        near = num_keys - 1
-        far = num_keys - 1
-    first_tile = 0
-    if window is not None:
-        first_tile = tl.maximum(near - window + 1, 0) // BLOCK_N
-    if first_key_ptr is not None:
-        first_tile = tl.maximum(first_tile, tl.load(first_key_ptr + row) // BLOCK_N)
-
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head)
+    limits = _limits(tl.load(seq_lens_ptr + row), num_queries, first_query, block_q, CAUSAL)
+    last_key = limits[0] + (query - first_query) * CAUSAL
+    tiles = _tiles(limits, window, first_key_ptr, row, BLOCK_N)
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=is_real, other=0.0) * LOG2E
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head)
     k_cache = (k_ptr + kv_head.to(tl.int64) * k_head_stride, k_block_stride, k_slot_stride)
     v_cache = (v_ptr + kv_head.to(tl.int64) * v_head_stride, v_block_stride, v_slot_stride)
-    keys = (k_cache, v_cache, table_ptr + row.to(tl.int64) * table_stride, far + 1)
+    table_ptr += row.to(tl.int64) * table_stride
     queries = (q, last_key, scale)
-    tiles = (first_tile, far // BLOCK_N + 1)
+    keys = (k_cache, v_cache, table_ptr, limits[1] + 1)
     sums = nothing(BLOCK_M, D_PAD)
     if sinks_ptr is not None and num_parts == 1:  # else `combine` counts them, once
         sink = tl.load(sinks_ptr + head, mask=is_real, other=0.0).to(tl.float32) * LOG2E
         sums = (sums[0], sink, sums[2] + 1.0)
+    SHAPE: tl.constexpr = (D, D_PAD, PAGE, BLOCK_N, PRECISION)
     if PART_TILES > 0:
         sums = _attend_fixed_parts(
             sums, queries, keys, slope, soft_cap, window, tiles, num_parts, SHAPE, PART_TILES
         )
     else:
-        num_tiles = tl.maximum(tl.cdiv(tiles[1] - tiles[0], tl.num_programs(2)), min_tiles)
-        limits = (near, far, num_tiles)
-        sums = _attend_part(
-            sums, queries, keys, slope, soft_cap, window, tiles, limits, SHAPE, PHASES
-        )
+        work = (tiles, limits, min_tiles)
+        sums = _attend_share(sums, queries, keys, slope, soft_cap, window, work, SHAPE, PHASES)
     acc, top, total = sums
-    if token_ptr is not None:  # again: it need not take registers meanwhile
-        token = tl.load(token_ptr + start + query, mask=is_real, other=0).to(tl.int64)
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head)
+    # Again: it need not take registers meanwhile.
+    token = _token(start + query, token_ptr, is_real)
     if num_parts == 1:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride
-        tl.store(out_ptr + offset + dim[None, :], out, mask=inside)
+        tl.store(out_ptr + offset + dim, out, mask=inside)
     else:
         part = (token * NUM_HEADS + head) * num_parts + first_part + tl.program_id(2)
         tl.store(stat_ptr + part * 2, top, mask=is_real)
         tl.store(stat_ptr + part * 2 + 1, total, mask=is_real)
         # Of a part without keys nobody reads the values.
         has_keys = inside & (top[:, None] > NEVER)
-        tl.store(part_ptr + part[:, None] * D + dim[None, :], acc, mask=has_keys)
+        tl.store(part_ptr + part[:, None] * D + dim, acc, mask=has_keys)
 
 
 @triton.jit
@@ -168,21 +148,52 @@ def _row_of(block, query_start_loc_ptr, num_rows, block_q: tl.constexpr):
 
 
 @triton.jit
-def _attend_part(
+def _token(position, token_ptr, is_real):
+    """Where in q the rows' queries are that stand at these positions."""
+    if token_ptr is not None:
+        position = tl.load(token_ptr + position, mask=is_real, other=0)
+    return position.to(tl.int64)
+
+
+@triton.jit
+def _limits(num_keys, num_queries, first_query, block_q: tl.constexpr, CAUSAL: tl.constexpr):
+    """The last keys that the first and the last query of a block see."""
+    near = num_keys - 1
+    far = num_keys - 1
+    if CAUSAL:
+        near = num_keys - num_queries + first_query
+        far = tl.minimum(near + block_q, num_keys) - 1
+    return near, far
+
+
+@triton.jit
+def _tiles(limits, window, first_key_ptr, row, BLOCK_N: tl.constexpr):
+    """The first tile with a key that a query of the block sees, and the end of the last."""
+    first = 0
+    if window is not None:
+        first = tl.maximum(limits[0] - window + 1, 0) // BLOCK_N
+    if first_key_ptr is not None:
+        first = tl.maximum(first, tl.load(first_key_ptr + row) // BLOCK_N)
+    return first, limits[1] // BLOCK_N + 1
+
+
+@triton.jit
+def _attend_share(
     sums,
     queries,
     keys,
     slope,
     soft_cap,
     window,
-    tiles,
-    limits,
+    work,
     SHAPE: tl.constexpr,
     PHASES: tl.constexpr,
 ):
     """This program's share of the tiles."""
     BLOCK_N: tl.constexpr = SHAPE[3]
-    near, far, num_tiles = limits
+    tiles, limits, min_tiles = work
+    near, far = limits
+    num_tiles = tl.maximum(tl.cdiv(tiles[1] - tiles[0], tl.num_programs(2)), min_tiles)
     first = tiles[0] + tl.program_id(2) * num_tiles
     last = tl.minimum(first + num_tiles, tiles[1])
     if PHASES:

@@ -63,7 +63,7 @@ _ATTEND: Rows = {
         "gfx942": _attend(64, 32, 8, 2),
     },
     "fixed 256": {ANY: _attend(32, 32, 8, 2)},
-    "float32 64": {ANY: _attend(32, 32, 4, 2)},
+    "float32 64": {ANY: _attend(16, 32, 4, 2)},
     "float32 128": {ANY: _attend(16, 16, 4, 2)},
     "float32 256": {ANY: _attend(16, 16, 4, 2)},
 }

@@ -210,7 +210,7 @@ def _heads(inputs: Inputs, case: Case) -> Heads:
 def test_the_long_cases_are_cut_into_parts() -> None:
     inputs = make_inputs(CASES[16], torch.bfloat16)
     (segment,) = segments(_heads(inputs, CASES[16]), [1] * 4, inputs.batch.seq_lens)
-    assert segment.num_parts == 3
+    assert segment.num_parts == 2
 
 
 def _batch(inputs: Inputs, rows: Sequence[tuple[int, int, int]]) -> RaggedBatch:

@@ -47,7 +47,7 @@ class SharedPrefix:
 class Layout:
     """The launches of a step, the same for all layers that are alike."""
 
-    segments: Sequence[Segment]
+    segments: Sequence[tuple[Segment, Rows]]
     shared: SharedPrefix | None  # of the first segment's rows
 
 
@@ -74,8 +74,7 @@ def paged_attention(
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shared = plan.shared
-    for segment in plan.segments:
-        rows = _slice(batch.rows(), segment)
+    for segment, rows in plan.segments:
         stop = batch.query_start_loc[segment.last_row]
         attend_rows(q[:stop], k_cache, v_cache, out[:stop], rows, segment, rule, shared)
         shared = None
@@ -87,12 +86,13 @@ def layout(heads: Heads, batch: RaggedBatch, *, has_slopes: bool = False) -> Lay
     rows = range(len(batch.seq_lens))
     num_queries = [batch.num_queries(row) for row in rows]
     launches = segments(heads, num_queries, batch.seq_lens, deterministic=batch.deterministic)
+    pairs = [(segment, _slice(batch.rows(), segment)) for segment in launches]
     # A window hides a prefix from some queries, ALiBi wants each query's place, and fixed parts
     # have an order in which a prefix has no place.
     may_share = heads.window is None and not has_slopes and not batch.deterministic
     if not may_share or not launches or max(num_queries[: launches[0].last_row]) > 1:
-        return Layout(launches, None)
-    return Layout(launches, _shared_prefix(heads, batch, launches[0]))
+        return Layout(pairs, None)
+    return Layout(pairs, _shared_prefix(heads, batch, launches[0]))
 
 
 def attend_rows(

@@ -97,6 +97,9 @@ def _attend(
         slope = tl.load(slopes_ptr + head, mask=is_real, other=0.0) * LOG2E
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + kv_head)
+    v_scale = None
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + kv_head)
     k_cache = (k_ptr + kv_head.to(tl.int64) * k_head_stride, k_block_stride, k_slot_stride)
     v_cache = (v_ptr + kv_head.to(tl.int64) * v_head_stride, v_block_stride, v_slot_stride)
     table_ptr += row.to(tl.int64) * table_stride
@@ -108,17 +111,19 @@ def _attend(
         sums = (sums[0], sink, sums[2] + 1.0)
     SHAPE: tl.constexpr = (D, D_PAD, PAGE, BLOCK_N, PRECISION)
     if PART_TILES > 0:
+        parts = (tiles, num_parts)
         sums = _attend_fixed_parts(
-            sums, queries, keys, slope, soft_cap, window, tiles, num_parts, SHAPE, PART_TILES
+            sums, queries, keys, slope, soft_cap, window, v_scale, parts, SHAPE, PART_TILES
         )
     else:
         work = (tiles, limits, min_tiles)
         sums = _attend_share(sums, queries, keys, slope, soft_cap, window, work, SHAPE, PHASES)
     acc, top, total = sums
-    if v_scale_ptr is not None:
-        acc *= tl.load(v_scale_ptr + kv_head)
-    # Again: it need not take registers meanwhile.
-    token = _token(start + query, token_ptr, is_real)
+    if v_scale is not None and PART_TILES == 0:
+        acc *= v_scale
+    if token_ptr is not None:  # read again: it would have taken registers meanwhile
+        token = tl.load(token_ptr + start + query, mask=is_real, other=0, volatile=True)
+        token = token.to(tl.int64)
     if num_parts == 1:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride
@@ -221,8 +226,8 @@ def _attend_fixed_parts(
     slope,
     soft_cap,
     window,
-    tiles,
-    num_parts,
+    v_scale,
+    parts,
     SHAPE: tl.constexpr,
     PART_TILES: tl.constexpr,
 ):
@@ -231,6 +236,7 @@ def _attend_fixed_parts(
     One loop body serves both, and all tiles are masked: the compiler has nowhere to round
     differently.
     """
+    tiles, num_parts = parts
     first = tiles[0] // PART_TILES
     last = tl.cdiv(tiles[1], PART_TILES)
     if num_parts > 1:
@@ -239,9 +245,11 @@ def _attend_fixed_parts(
     for part in range(first, last):
         begin = tl.maximum(tiles[0], part * PART_TILES)
         end = tl.minimum(tiles[1], (part + 1) * PART_TILES)
-        part_sums = attend_tiles(
+        acc, top, total = attend_tiles(
             nothing(queries[0].shape[0], SHAPE[1]),
             *(queries, keys, slope, soft_cap, window, begin, end, SHAPE, True),
         )
-        sums = fold(sums, part_sums)
+        if v_scale is not None:  # before the fold, as it must be where `combine` folds
+            acc *= v_scale
+        sums = fold(sums, (acc, top, total))
     return sums

@@ -138,19 +138,21 @@ def _segment(
 ) -> Segment:
     most_queries = max(num_queries)
     last_row = first_row + len(num_keys)
-    if deterministic:
-        config = options("attend", shape_class("fixed", heads), heads.chip)
-        part_tiles = _KEYS_OF_A_FIXED_PART // config["BLOCK_N"]
-        # Rows of several queries have programs enough, and their parts would fill the memory.
-        num_parts = -(-max(num_keys) // _KEYS_OF_A_FIXED_PART) if most_queries == 1 else 1
-        return Segment(first_row, last_row, config, num_parts, part_tiles, 0)
-    config = options("attend", shape_class("decode", heads), heads.chip)
+    config = options(
+        "attend", shape_class("fixed" if deterministic else "decode", heads), heads.chip
+    )
     # A block's keys are read again for each further block of queries, hence one or two.
-    if most_queries * heads.group_size > 2 * config["BLOCK_M"] or heads.group_size > 16:
+    few = most_queries * heads.group_size <= 2 * config["BLOCK_M"] and heads.group_size <= 16
+    if not deterministic and not few:
         config = options("attend", shape_class("chunk", heads), heads.chip)
     block_q = config["BLOCK_M"] // heads.group_size
     if block_q == 0:
         raise ValueError(f"{heads.group_size} heads on one KV head are more than a tile takes")
+    if deterministic:
+        # Rows of several queries have programs enough, and their parts would fill the memory.
+        num_parts = -(-max(num_keys) // _KEYS_OF_A_FIXED_PART) if most_queries == 1 else 1
+        part_tiles = _KEYS_OF_A_FIXED_PART // config["BLOCK_N"]
+        return Segment(first_row, last_row, config, num_parts, part_tiles, 0)
     block_n = config["BLOCK_N"]
     blocks = [-(-queries // block_q) for queries in num_queries]
     tiles = [-(-_seen(heads, keys) // block_n) for keys in num_keys]

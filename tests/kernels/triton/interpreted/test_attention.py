@@ -156,13 +156,15 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     _assert_within(_attend(inputs, case), expected)
 
 
-def test_what_lies_past_a_row_may_be_no_number() -> None:
-    case = CASES[16]
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_what_lies_past_a_row_may_be_no_number(block_size: int) -> None:
+    case = Case("nan", ((1, 65), (2, 2), (1, 257)), 8, 2, head_dim=64, block_size=block_size)
     inputs = make_inputs(case, torch.bfloat16)
     expected = _expected(inputs, case)
-    last = inputs.batch.block_table[2, 512 // 16]
-    inputs.k_cache[last, 1:] = torch.nan
-    inputs.v_cache[last, 1:] = torch.nan
+    for row, (_, keys) in enumerate(case.rows):
+        last = inputs.batch.block_table[row, (keys - 1) // block_size]
+        inputs.k_cache[last, (keys - 1) % block_size + 1 :] = torch.nan
+        inputs.v_cache[last, (keys - 1) % block_size + 1 :] = torch.nan
     _assert_within(_attend(inputs, case), expected)
 
 

@@ -1,9 +1,10 @@
-"""`make gpu-check`: the kernels on this machine's GPU.
+"""`make gpu-check`: the kernels, and models made of them, on this machine's GPU.
 
     python -m gpu_check [--out FOLDER] [--dry-run]
 
 Prints what is wrong, then the table of times; writes gpu_check.json and gpu_check.svg. Ends with 1
-if a kernel is wrong. A dry run takes the CPU and tiny sizes: it tests this program alone.
+if a kernel is wrong. A dry run takes the CPU and tiny sizes: it tests this program alone, and only
+where Triton is interpreted are there kernels in it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import importlib.metadata
 import json
 import platform
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from gpu_check import kernels
+from gpu_check import kernels, models
 from gpu_check.report import Speed, svg
 from gpu_check.timing import (
     copy_bytes_per_second,
     flops_per_second,
+    host_seconds,
     num_copies,
     seconds_per_call,
 )
@@ -41,15 +44,23 @@ def main(arguments: list[str]) -> int:
     machine = describe(device)
     print(json.dumps(machine))
     errors = wrong_kernels(model, device)
-    print(*(errors or ["every kernel agrees with float64"]), sep="\n")
+    fine = "every kernel agrees with float64, and the models with transformers"
+    print(*(errors or [fine]), sep="\n")
     bandwidth = copy_bytes_per_second(device, 2**20 if options.dry_run else 2**30)
     flops = flops_per_second(device, 64 if options.dry_run else 8192)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 product {flops / 1e12:.0f} TFLOP/s")
     speeds = []
-    for case in kernels.timed(model, device, scale=256 if options.dry_run else 1):
-        runs = [case.make() for _ in range(num_copies(case.num_bytes, device))]
-        seconds = seconds_per_call(runs, device)
-        speeds.append(Speed.of(case, seconds, bandwidth, flops))
+    scale = 256 if options.dry_run else 1
+    cases = (kernels.timed(model, device, scale=scale), models.timed(model, device, scale=scale))
+    for case in chain(*cases):
+        try:
+            runs = [case.make() for _ in range(num_copies(case.num_bytes, device))]
+            seconds, on_host = seconds_per_call(runs, device), host_seconds(runs[0], device)
+        except Exception as error:  # the others are still worth knowing
+            errors.append(f"{case.kernel} {case.shape}: {error!r}")
+            print(errors[-1], flush=True)
+            continue
+        speeds.append(Speed.of(case, seconds, on_host, bandwidth=bandwidth, flops=flops))
         print(speeds[-1], flush=True)
     write(options.out, machine, bandwidth, flops, errors, speeds)
     return 1 if errors else 0
@@ -68,7 +79,8 @@ def describe(device: torch.device) -> dict[str, str]:
 def wrong_kernels(model: kernels.Model, device: torch.device) -> list[str]:
     """A line for each kernel that is not right, or that fails."""
     lines = []
-    for case in kernels.correct(model, device):
+    tiny = model is kernels.TINY
+    for case in chain(kernels.correct(model, device), models.correct(device, tiny=tiny)):
         name = f"{case.kernel} {case.shape}"
         try:
             actual = case.run().double().cpu()

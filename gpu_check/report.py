@@ -20,6 +20,7 @@ class Speed:
     floor_microseconds: float
     terabytes_per_second: float
     teraflops_per_second: float
+    host_microseconds: float  # to launch it without a graph
 
     @property
     def share(self) -> float:
@@ -27,22 +28,24 @@ class Speed:
         return self.floor_microseconds / self.microseconds
 
     @classmethod
-    def of(cls, case: Timed, seconds: float, bandwidth: float, flops: float) -> Speed:
+    def of(
+        cls, case: Timed, seconds: float, host_seconds: float, *, bandwidth: float, flops: float
+    ) -> Speed:
         """`bandwidth` in bytes and `flops` per second are the device's, as measured."""
         floor = max(case.num_bytes / bandwidth, case.num_flops / flops)
         return cls(
             *(case.kernel, case.shape, seconds * 1e6, floor * 1e6),
             terabytes_per_second=case.num_bytes / seconds / 1e12,
             teraflops_per_second=case.num_flops / seconds / 1e12,
+            host_microseconds=host_seconds * 1e6,
         )
 
     def __str__(self) -> str:
-        rate = f"{self.terabytes_per_second:8.3f} TB/s"
-        if self.teraflops_per_second:
-            rate = f"{self.teraflops_per_second:8.1f} TFLOP/s"
+        rates = f"{self.terabytes_per_second:8.3f} TB/s {self.teraflops_per_second:8.1f} TFLOP/s"
         return (
             f"{self.kernel:20} {self.shape:14} {self.microseconds:10.1f} us"
-            f" {self.floor_microseconds:10.1f} us floor {self.share:6.1%} {rate}"
+            f" {self.floor_microseconds:10.1f} us floor {self.share:6.1%} {rates}"
+            f" {self.host_microseconds:8.1f} us host"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 Run = Callable[[], Any]
 
 _REPEATS = 9
+_GRAPH_SECONDS = 0.05
 _CALLS = 32  # in one graph: a replay's own cost, some microseconds, is shared by them
 
 
@@ -26,7 +27,11 @@ def seconds_per_call(runs: Sequence[Run], device: torch.device) -> float:
             run()
         return (time.perf_counter() - start) / len(runs)
     torch.cuda.synchronize(device)
-    calls = list(runs) * -(-_CALLS // len(runs))
+    start = time.perf_counter()
+    runs[0]()
+    torch.cuda.synchronize(device)
+    fitting = int(_GRAPH_SECONDS / (time.perf_counter() - start))
+    calls = list(runs) * -(-min(_CALLS, max(1, fitting)) // len(runs))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for run in calls:
@@ -42,6 +47,21 @@ def seconds_per_call(runs: Sequence[Run], device: torch.device) -> float:
         end_event.synchronize()
         samples.append(start_event.elapsed_time(end_event) / 1e3 / len(calls))
     return statistics.median(samples)
+
+
+def host_seconds(run: Run, device: torch.device) -> float:
+    """How long the host takes to hand a call to the device, without waiting for it."""
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    elapsed = time.perf_counter() - start
+    _synchronize(device)
+    return elapsed
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def num_copies(num_bytes: int, device: torch.device) -> int:

@@ -56,7 +56,7 @@ def edit_logits(logits: Tensor, edits: LogitEdits) -> Tensor:
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
             raise ValueError(f"an edit {shape_text(tensor)} does not fit {shape_text(logits)}")
     _require_triton(logits)
-    from cb_kernels.triton import sample as kernels
+    from cb_kernels.triton import edit_logits as kernels
 
     return kernels.edit_logits(logits, edits)
 

@@ -1,4 +1,4 @@
-"""What a request wants of logits before they are sampled from: mask, bias, penalties, in one pass."""
+"""What a request wants of logits before they are sampled from: mask, bias, penalties."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ STAMP := .venv/installed
 # BentoML reports usage over the network unless it is told not to.
 export BENTOML_DO_NOT_TRACK ?= True
 
-.PHONY: serve model test test-kernels kernel-budget lint soak bench bench-scheduler bench-plan bench-peers build clean
+.PHONY: serve model test test-kernels kernel-budget gpu-check lint soak bench bench-scheduler bench-plan bench-peers build clean
 
 serve: $(STAMP)
 ifeq ($(strip $(CB_MODEL)),)
@@ -34,6 +34,11 @@ test-kernels: $(STAMP)
 # After a change of kernels or of the launch table: read the difference before you commit it.
 kernel-budget: $(STAMP)
 	PYTHONPATH=.:kernels $(BIN)/python -m tests.kernels.triton.compiled
+
+# Needs a GPU, and of Python torch, triton, transformers and numpy; installs nothing.
+GPU_PYTHON ?= python3
+gpu-check:
+	PYTHONPATH=.:kernels $(GPU_PYTHON) -m gpu_check $(GPU_CHECK_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

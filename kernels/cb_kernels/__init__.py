@@ -2,6 +2,7 @@
 cb_backend."""
 
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
+from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
 from cb_kernels.ops import (
     PackedLinear,
     attention_path,
@@ -13,22 +14,28 @@ from cb_kernels.ops import (
 )
 from cb_kernels.pointwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from cb_kernels.ragged import RaggedBatch, Workspace
+from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
+    "LogitEdits",
     "PackedLinear",
     "RaggedBatch",
+    "SamplingParameters",
     "Workspace",
     "add_rms_norm",
     "attention_path",
     "copy_blocks",
+    "edit_logits",
     "gather_blocks",
     "gelu_and_mul",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rope",
+    "sample",
     "scatter_blocks",
     "silu_and_mul",
     "store_heads",
     "store_kv",
+    "uses_triton",
 ]

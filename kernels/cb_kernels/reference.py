@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cb_kernels.logits import LogitEdits
 from cb_kernels.ragged import RaggedBatch
 
 
@@ -112,3 +113,51 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
         return torch.nn.functional.silu(gate) * up
     kind = "tanh" if activation == "gelu_tanh" else "none"
     return torch.nn.functional.gelu(gate, approximate=kind) * up
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits) -> Tensor:
+    """Mask, bias, then the penalties: repetition, frequency, presence. Float64 [R, V]."""
+    out = logits.double().clone()
+    vocab = logits.shape[1]
+    if edits.allowed is not None:
+        out[~_unpacked(edits.allowed, vocab)] = -torch.inf
+    if edits.bias is not None:
+        for row, (ids, values) in enumerate(zip(*edits.bias, strict=True)):
+            kept = ids >= 0
+            out[row, ids[kept].long()] += values[kept].double()
+    if edits.counts is not None:
+        assert edits.prompt is not None
+        assert edits.repetition is not None
+        assert edits.presence is not None
+        assert edits.frequency is not None
+        counts = edits.counts.double()
+        seen = (counts > 0) | _unpacked(edits.prompt, vocab)
+        repetition = edits.repetition.double()[:, None]
+        out = torch.where(seen, torch.where(out > 0, out / repetition, out * repetition), out)
+        out = out - edits.frequency.double()[:, None] * counts
+        out = out - edits.presence.double()[:, None] * (counts > 0)
+    return out
+
+
+def kept_tokens(
+    logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """Which tokens [V] of one row's logits [V] may be drawn; equal ones stay in their order."""
+    scaled = logits.double() / temperature
+    weights = torch.softmax(scaled, 0)
+    order = torch.sort(scaled, descending=True, stable=True).indices
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1.0:
+        likely = weights[order]
+        before = likely.cumsum(0) - likely
+        order = order[(before < top_p * likely.sum()) | (torch.arange(len(order)) == 0)]
+    kept = torch.zeros(len(logits), dtype=torch.bool)
+    kept[order] = True
+    return kept & (weights >= min_p * weights.max())
+
+
+def _unpacked(mask: Tensor, vocab: int) -> Tensor:
+    """Bits [R, words * 32] of int32 words as bools [R, vocab]."""
+    bits = (mask[:, :, None] >> torch.arange(32)) & 1
+    return bits.flatten(1)[:, :vocab].bool()

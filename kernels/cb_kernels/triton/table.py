@@ -100,6 +100,8 @@ TABLE: dict[str, Rows] = {
             "gfx942": {"ROWS": 16, "num_warps": 4, "num_stages": 1},
         }
     },
+    "edit_logits": {"any": {ANY: {"BLOCK": 2048, "num_warps": 8, "num_stages": 1}}},
+    "sample": {"any": {ANY: {"BLOCK": 2048, "PIVOTS": 4, "num_warps": 16, "num_stages": 1}}},
     "copy_blocks": {"any": {ANY: {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}}},
 }
 

@@ -12,7 +12,7 @@ for case in CASES:
         found = measured(case, chip)
         rows |= found
         for name, row in found.items():
-            if name in before:
-                print(*overruns(name, row, before), sep="\n", end="")
+            for line in overruns(name, row, before) if name in before else ():
+                print(line)
 save(rows)
 print(f"{len(rows)} rows")

@@ -13,12 +13,16 @@ from functools import partial
 
 import torch
 from cb_kernels import (
+    LogitEdits,
+    SamplingParameters,
     add_rms_norm,
     copy_blocks,
+    edit_logits,
     gather_blocks,
     gelu_and_mul,
     rms_norm,
     rope,
+    sample,
     scatter_blocks,
     silu_and_mul,
     store_heads,
@@ -219,10 +223,34 @@ def _block_cases() -> list[Case]:
     ]
 
 
+def _sampling_cases() -> list[Case]:
+    def numbers(dtype: torch.dtype) -> Tensor:
+        return tensor(16, dtype=dtype)
+
+    def draw(dtype: torch.dtype, vocab: int) -> None:
+        shares, wholes = numbers(torch.float32), numbers(torch.int64)
+        parameters = SamplingParameters(shares, wholes, shares, shares, wholes, wholes)
+        sample(tensor(16, vocab, dtype=dtype), parameters)
+
+    mask = tensor(16, 4008, dtype=torch.int32)
+    bias_ids, bias = tensor(16, 300, dtype=torch.int32), tensor(16, 300, dtype=torch.float32)
+    counts = tensor(16, 128256, dtype=torch.int32)
+    penalties = [numbers(torch.float32)] * 3
+    edits = LogitEdits(mask, (bias_ids, bias), counts, mask, *penalties)
+    return [
+        Case("sample bfloat16", lambda: draw(torch.bfloat16, 128256)),
+        Case("sample float32", lambda: draw(torch.float32, 128256)),
+        Case("sample odd vocabulary", lambda: draw(torch.bfloat16, 50257)),
+        Case("edit_logits", lambda: edit_logits(tensor(16, 128256), edits)),
+        Case("edit_logits mask", lambda: edit_logits(tensor(16, 128256), LogitEdits(mask))),
+    ]
+
+
 CASES = [
     *_norm_cases(),
     *_activation_cases(),
     *_heads_cases(),
     *_block_cases(),
     *_attention_cases(),
+    *_sampling_cases(),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,8 +17,18 @@ from tests.kernels.triton.harness import memory, rounding
 rounding.install()
 memory.install()
 
+# The interpreter makes garbage by the million, and each collection went through all of torch's
+# objects: five sixths of the time.
+gc.collect()
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
+
 
 @pytest.fixture(autouse=True)
 def _masked_lanes_may_overflow() -> Iterator[None]:
     with np.errstate(all="ignore"):
         yield
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind calls all of it leaked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -145,6 +145,38 @@ def correct(model: Model, device: torch.device) -> Iterator[Correct]:
         yield Correct(
             "paged_attention", name, attention.run, attention.expected, unit * 2, least=1.0
         )
+    yield _shared_prefix(model, device)
+    yield _same_bits(model, device)
+
+
+def _shared_prefix(model: Model, device: torch.device) -> Correct:
+    """Long enough, on a GPU, that reading the prefix once pays."""
+    rows = [(1, 4200 if device.type == "cuda" else 90)] * 16
+    attention = _Attention.of(model, rows, torch.bfloat16, device)
+    table = attention.batch.block_table
+    shared = rows[0][1] // BLOCK_SIZE - 1
+    table[:, :shared] = table[0, :shared].clone()
+    return Correct(
+        *("paged_attention", "shared prefix"),
+        *(attention.run, attention.expected, 2**-7),
+        least=1.0,
+    )
+
+
+def _same_bits(model: Model, device: torch.device) -> Correct:
+    """A token alone and at the end of a chunk beside another row, in a deterministic batch."""
+    keys = 2100 if device.type == "cuda" else 90
+    beside = _Attention.of(model, [(30, keys), (1, 70)], torch.bfloat16, device)
+    beside.batch.deterministic = True
+    table = beside.batch.block_table[:1]
+    batch = RaggedBatch(table, [0, 1], [keys], BLOCK_SIZE, device=device, deterministic=True)
+    alone = replace(beside, q=beside.q[29:30], batch=batch)
+    return Correct(
+        *("paged_attention", "deterministic"),
+        alone.run,
+        lambda: beside.run()[29:30].double().cpu(),
+        0.0,
+    )
 
 
 def _first(kernel: Callable[..., tuple[Tensor, Tensor]], *args: object) -> Tensor:

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     flops = flops_per_second(device, 64 if options.dry_run else 8192)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bfloat16 product {flops / 1e12:.0f} TFLOP/s")
     speeds = []
-    scale = 256 if options.dry_run else 1
+    scale = 4096 if options.dry_run else 1
     cases = (kernels.timed(model, device, scale=scale), models.timed(model, device, scale=scale))
     for case in chain(*cases):
         try:

@@ -85,7 +85,8 @@ def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
         # A name bound in a loop: the default keeps this turn's tensor.
         makers = {name: partial(lambda t: t, t) for name, t in theirs.state_dict().items()}
         ours = _decoder(_Weights(makers), config, torch.float32, device)
-        prompts = [torch.randint(config.vocab_size, (n,), device=device) for n in (1, 37, 130)]
+        lens = (1, 9) if tiny else (1, 37, 130)
+        prompts = [torch.randint(config.vocab_size, (n,), device=device) for n in lens]
         yield Correct(
             *(f"{config.model_type} model", "float32"),
             partial(_our_logits, ours, prompts, device),

@@ -19,13 +19,13 @@ _CALLS = 32  # in one graph: a replay's own cost, some microseconds, is shared b
 def seconds_per_call(runs: Sequence[Run], device: torch.device) -> float:
     """The median time of a call, of calls that take turns (so that none finds its own inputs in
     the cache, if they are enough). On a GPU a captured graph: no time of the host is in it."""
-    for run in runs:
-        run()
     if device.type != "cuda":
         start = time.perf_counter()
         for run in runs:
             run()
         return (time.perf_counter() - start) / len(runs)
+    for run in runs:
+        run()
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     runs[0]()

@@ -42,6 +42,8 @@ CASES = (
     Case("all", _MIXED, 6, 2, 64, 16, sliding_window=40, soft_cap=2.0, sinks=True),
     Case("long-in-parts", _LONG, 8, 2, head_dim=64, block_size=16),
     Case("long-in-parts-all", _LONG, 8, 2, 80, 48, sliding_window=600, soft_cap=2.0, sinks=True),
+    Case("chunks-in-parts", ((70, 600), (1, 300)), 6, 2, head_dim=64, block_size=16),
+    Case("chunks-in-parts-all", ((70, 700), (1, 300)), 6, 2, 64, 16, 550, 2.0, sinks=True),
     Case("a-few-queries-each", ((4, 300), (3, 5), (2, 2)), 8, 2, head_dim=64, block_size=16),
 )
 
@@ -213,6 +215,11 @@ def test_the_long_cases_are_cut_into_parts() -> None:
     inputs = make_inputs(CASES[16], torch.bfloat16)
     (segment,) = segments(_heads(inputs, CASES[16]), [1] * 4, inputs.batch.seq_lens)
     assert segment.num_parts == 2
+    for case in CASES[18:20]:
+        inputs = make_inputs(case, torch.bfloat16)
+        (segment,) = segments(_heads(inputs, case), [70, 1], inputs.batch.seq_lens)
+        assert segment.options["PHASES"]
+        assert segment.num_parts == 2
 
 
 def _batch(inputs: Inputs, rows: Sequence[tuple[int, int, int]]) -> RaggedBatch:

@@ -8,7 +8,7 @@ STAMP := .venv/installed
 # BentoML reports usage over the network unless it is told not to.
 export BENTOML_DO_NOT_TRACK ?= True
 
-.PHONY: serve model test lint soak bench bench-scheduler bench-plan bench-peers build clean
+.PHONY: serve model test test-kernels interpret-kernels compile-kernels kernel-budget gpu-check lint soak bench bench-scheduler bench-plan bench-peers build clean
 
 serve: $(STAMP)
 ifeq ($(strip $(CB_MODEL)),)
@@ -21,8 +21,29 @@ model: $(STAMP)
 	@$(BIN)/python -m cb_backend.default_model
 
 # Everything that needs no GPU. pytest comes last, so that its summary closes the output.
-test: lint model
+test: lint model test-kernels
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The GPU kernels without a GPU: interpreted, against float64; compiled, against their budgets. Each
+# in a process of its own, since TRITON_INTERPRET holds for all of one; both at once.
+test-kernels: $(STAMP)
+	@$(BIN)/python -c "import triton" || { echo "test-kernels needs triton>=3.6 installed"; exit 1; }
+	@$(MAKE) --no-print-directory -j2 --output-sync=target interpret-kernels compile-kernels
+
+interpret-kernels:
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/triton/interpreted
+
+compile-kernels:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/triton/compiled
+
+# After a change of kernels or of the launch table: read the difference before you commit it.
+kernel-budget: $(STAMP)
+	PYTHONPATH=.:kernels $(BIN)/python -m tests.kernels.triton.compiled
+
+# Needs a GPU, and of Python torch, triton, transformers and numpy; installs nothing.
+GPU_PYTHON ?= python3
+gpu-check:
+	PYTHONPATH=.:kernels $(GPU_PYTHON) -m gpu_check $(GPU_CHECK_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

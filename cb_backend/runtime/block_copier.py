@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
+from cb_kernels import copy_blocks, gather_blocks, scatter_blocks
 from torch import Tensor
 
 from cb_backend.core.step_io import BlockCopy, CopyKind
@@ -58,8 +59,11 @@ class BlockCopier:
         source_of = {copy.target: copy.source for copy in copies}
         read = torch.tensor(list(source_of.values()), device=source.device)
         write = torch.tensor(list(source_of), device=target.device)
-        blocks = source.index_select(self._dim, read).to(target.device)
-        target.index_copy_(self._dim, write, blocks)
+        if source is target and source_of.keys().isdisjoint(source_of.values()):
+            copy_blocks(source, self._dim, read, write)
+            return
+        blocks = gather_blocks(source, self._dim, read).to(target.device)
+        scatter_blocks(target, self._dim, write, blocks)
 
 
 def _independent(copies: Iterable[BlockCopy], *, same_memory: bool) -> Iterator[list[BlockCopy]]:

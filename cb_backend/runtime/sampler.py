@@ -6,9 +6,11 @@ draws the same tokens alone, in a batch, or after preemption. Engine thread.
 
 from __future__ import annotations
 
+import cb_kernels
 import numpy as np
 import numpy.typing as npt
 import torch
+from cb_kernels import SamplingParameters, uses_triton
 from torch import Tensor
 
 from cb_backend.runtime.token_batch import SamplingRows
@@ -26,7 +28,11 @@ def sample(
     """Token ids [R] of logits [R, V], and which rows are sound [R].
 
     A row with a NaN, an infinity, or nothing but minus infinities is not, and its id means nothing.
+    A GPU draws with random numbers of its own: other tokens than a CPU for the same seed.
     """
+    if uses_triton(logits):
+        chosen, drawable = cb_kernels.sample(logits, _on_device(rows, logits.device))
+        return chosen.cpu().numpy(), drawable.cpu().numpy()
     best, best_logits = _argmax(logits)
     sound = torch.isfinite(best_logits)
     drawn = torch.from_numpy(rows.temperature > 0).to(logits.device) & sound
@@ -36,6 +42,12 @@ def sample(
         tokens = best.clone()
         tokens[index] = _draw(logits[index], best_logits[index], _select(rows, index))
     return tokens.cpu().numpy(), sound.cpu().numpy()
+
+
+def _on_device(rows: SamplingRows, device: torch.device) -> SamplingParameters:
+    seeds = rows.seeds.view(np.int64)
+    arrays = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, seeds, rows.positions)
+    return SamplingParameters(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def uniforms(

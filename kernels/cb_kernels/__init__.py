@@ -1,33 +1,49 @@
 """Operations on a paged KV cache and around it. Each has a plain torch reference; knows nothing of
 cb_backend."""
 
+from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
+from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
 from cb_kernels.ops import (
     attention_path,
     paged_attention,
-    rms_norm,
     rope,
+    store_heads,
     store_kv,
 )
 from cb_kernels.packed_linear import PackedLinear, pack_linear
 from cb_kernels.paired import can_pair, paired_views, plain_views
+from cb_kernels.pointwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from cb_kernels.ragged import RaggedBatch, Workspace
+from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
     "LayerStack",
     "LayerWeights",
+    "LogitEdits",
     "PackedLinear",
     "PagedStep",
     "RaggedBatch",
+    "SamplingParameters",
     "StackShape",
     "Workspace",
+    "add_rms_norm",
     "attention_path",
     "can_pair",
+    "copy_blocks",
+    "edit_logits",
+    "gather_blocks",
+    "gelu_and_mul",
     "pack_linear",
     "paged_attention",
     "paired_views",
     "plain_views",
     "rms_norm",
     "rope",
+    "sample",
+    "scatter_blocks",
+    "silu_and_mul",
+    "store_heads",
     "store_kv",
+    "uses_triton",
 ]

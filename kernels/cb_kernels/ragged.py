@@ -7,8 +7,9 @@ and kept on the batch. All planning is on the host: nothing here waits for a dev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 # Keys that a decode group may pad before splitting it pays: one more group costs about as much
 # time in operator calls as gathering this many (K and V, one layer, CPU).
 _KEYS_PER_SPLIT = 1024
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,15 @@ class GatherPlan:
     chunks: tuple[Chunk, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows as a kernel sees them: int32 tensors on its device."""
+
+    block_table: Tensor  # [S, B]
+    query_start_loc: Tensor  # [S + 1]
+    seq_lens: Tensor  # [S]
+
+
 @dataclass(slots=True, eq=False)
 class RaggedBatch:
     """S rows, T query tokens; row s owns tokens query_start_loc[s] to query_start_loc[s + 1].
@@ -103,10 +115,13 @@ class RaggedBatch:
     block_size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workspace: Workspace = field(default_factory=Workspace)
+    # A token's attention is to be the same to the bit in any batch, cut into any chunks.
+    deterministic: bool = False
     _plans: dict[tuple[int | None, CacheLayout], GatherPlan] = field(
         default_factory=dict, init=False, repr=False
     )
     _host_rows: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
+    _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = len(self.seq_lens)
@@ -142,6 +157,16 @@ class RaggedBatch:
                 torch.tensor(self.seq_lens, dtype=torch.int32),
             )
         return self._host_rows
+
+    def rows(self) -> Rows:
+        """The rows on the batch's device, copied there in one go at first use."""
+        return self.derived("rows", lambda: Rows(*to_device(self.host_rows(), self.device)))
+
+    def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
+        """What `build` gives at the first call with this key: a plan that all layers share."""
+        if key not in self._derived:
+            self._derived[key] = build()
+        return self._derived[key]  # type: ignore[return-value]
 
     def plan(self, sliding_window: int | None, layout: CacheLayout) -> GatherPlan:
         """The gather plan for layers with this window (None: all keys), built at first use."""
@@ -231,6 +256,23 @@ class RaggedBatch:
             num_keys=num_keys,
             visible=visible,
         )
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """int32 tensors of the host, moved in one copy; each begins at a multiple of 16 bytes."""
+    if device.type == "cpu":
+        return list(tensors)
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + (tensor.numel() + 3) // 4 * 4)
+    packed = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, tensor in zip(starts, tensors, strict=False):
+        packed[start : start + tensor.numel()] = tensor.flatten()
+    moved = packed.to(device, non_blocking=True)
+    return [
+        moved[start : start + tensor.numel()].view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]
 
 
 def _as_slice(tokens: list[int], device: torch.device) -> slice | Tensor:

@@ -25,6 +25,12 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     _store(v, v_cache, slot_mapping)
 
 
+def as_float8(rows: Tensor, scale: Tensor) -> Tensor:
+    """rows [T, H_kv, D] divided by their heads' scale [H_kv], saturating."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return (rows.float() / scale[:, None]).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

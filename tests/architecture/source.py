@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT_FOLDERS = ("cb_backend", "kernels")
-ALL_FOLDERS = (*PRODUCT_FOLDERS, "tests", "benchmarks", "examples")
+ALL_FOLDERS = (*PRODUCT_FOLDERS, "tests", "benchmarks", "examples", "gpu_check")
 
 
 @dataclass(frozen=True)

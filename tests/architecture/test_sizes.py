@@ -14,7 +14,12 @@ MAX_FUNCTION_LINES = 50
 MAX_CLASS_METHODS = 15
 
 # What is too large, and why it stays so. An entry that is no longer needed fails a test.
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    "kernels/cb_kernels/triton/attention_kernel.py:_attend": (
+        "straight down: what a program derives from its place in the grid; each part of it would"
+        " take most of the arguments"
+    ),
+}
 
 
 def oversized(file: SourceFile) -> Iterator[tuple[str, str]]:
@@ -25,7 +30,7 @@ def oversized(file: SourceFile) -> Iterator[tuple[str, str]]:
     for node in ast.walk(file.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            num_lines = node.end_lineno - node.lineno + 1
+            num_lines = node.end_lineno - _first_line(node) + 1
             if num_lines > MAX_FUNCTION_LINES:
                 yield f"{file}:{node.name}", f"{num_lines} lines, at most {MAX_FUNCTION_LINES}"
         elif isinstance(node, ast.ClassDef):
@@ -34,6 +39,12 @@ def oversized(file: SourceFile) -> Iterator[tuple[str, str]]:
             )
             if num_methods > MAX_CLASS_METHODS:
                 yield f"{file}:{node.name}", f"{num_methods} methods, at most {MAX_CLASS_METHODS}"
+
+
+def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of a Triton kernel, that of its body: its arguments stand one a line, each with its shape."""
+    is_kernel = any(ast.unparse(node).startswith("triton.jit") for node in function.decorator_list)
+    return function.body[0].lineno if is_kernel else function.lineno
 
 
 @pytest.mark.parametrize("file", source_files(*PRODUCT_FOLDERS), ids=str)
@@ -55,6 +66,10 @@ def _function(num_lines: int) -> str:
     return "def long():\n" + "    x = 1\n" * (num_lines - 1)
 
 
+def _kernel(num_lines: int) -> str:
+    return "@triton.jit\ndef long(\n" + "    a,\n" * 9 + "):\n" + "    x = 1\n" * num_lines
+
+
 def _class(num_methods: int) -> str:
     return "class Big:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(num_methods))
 
@@ -65,9 +80,10 @@ def _class(num_methods: int) -> str:
         (_lines(300), _lines(301), "cb_backend/planted.py"),
         (_function(50), _function(51), "cb_backend/planted.py:long"),
         (_function(50), _function(51).replace("def", "async def"), "cb_backend/planted.py:long"),
+        (_kernel(50), _kernel(51), "cb_backend/planted.py:long"),
         (_class(15), _class(16), "cb_backend/planted.py:Big"),
     ],
-    ids=["file", "function", "async function", "class"],
+    ids=["file", "function", "async function", "kernel", "class"],
 )
 def test_a_planted_giant_is_found(at_the_limit: str, past_it: str, name: str) -> None:
     assert list(oversized(SourceFile("cb_backend/planted.py", at_the_limit))) == []

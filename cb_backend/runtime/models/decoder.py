@@ -179,9 +179,7 @@ class RMSNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dtype == x.dtype:
-            return rms_norm(x, self.weight, self._eps)
-        return rms_norm(x.float(), self.weight, self._eps).to(x.dtype)
+        return rms_norm(x, self.weight, self._eps)
 
 
 class QKNorm(nn.Module):

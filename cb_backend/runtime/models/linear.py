@@ -12,7 +12,7 @@ import logging
 
 import torch
 import torch.nn.functional as F
-from cb_kernels import PackedLinear, pack_linear
+from cb_kernels import PackedLinear, pack_linear, silu_and_mul
 from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,7 @@ class Linear(nn.Module):
             return self.kernel(x, onto, scale)
         y = self._product(x)
         if self._gated:
-            gate, up = y.chunk(2, -1)
-            return F.silu(gate).mul_(up)
+            return silu_and_mul(y)
         return y if onto is None else torch.add(onto, y, alpha=scale)
 
     def _product(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from cb_kernels import gelu_and_mul
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.linear import Linear
@@ -26,8 +26,7 @@ class GatedMLP(nn.Module):
         """x [T, hidden] to the same, times `scale` and added onto another if that is given."""
         h = self.gate_up(x)
         if self.activation is not None:
-            gate, up = h.chunk(2, -1)  # [T, intermediate] each
-            h = _gelu(gate, self.activation).mul_(up)
+            h = gelu_and_mul(h, tanh=self.activation == "gelu_pytorch_tanh")  # [T, intermediate]
         y: Tensor = self.down(h, onto, scale)
         return y
 
@@ -66,7 +65,3 @@ class MixtureOfExperts(nn.Module):
                 out.index_add_(0, rows, expert(x[rows]) * weights[start : start + count])
                 start += count
         return out if onto is None else torch.add(onto, out, alpha=scale)
-
-
-def _gelu(gate: Tensor, name: str) -> Tensor:
-    return F.gelu(gate, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")

@@ -58,7 +58,8 @@ class Contestant:
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        with self._process:  # closes its pipes and waits
+            pass
 
     def _read(self, word: str) -> str:
         """What stands behind `word` in the next line that starts with it."""

@@ -1,0 +1,86 @@
+"""How soon a server is ready, and how much memory its runner takes.
+
+    python benchmarks/bench_startup.py [--repeat N]
+
+Starts `bentoml serve .` with the CB_* settings and a KV pool of 0.5 GiB. Seconds count from the
+start of the command to the first 200 of /readyz. Memory is the runner's, when ready and again after
+requests have filled the pool: RSS, PSS (what is shared with other processes, divided among them)
+and USS (what is its alone), beside the bytes of the weights and of the pool. Appends to
+results/startup.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from pathlib import Path
+
+import record
+from bench_engine import config
+from serving_client import Server, closed_loop
+from serving_process import ServingProcess, serving
+from turns import end_as_by_ctrl_c
+from workload import workload
+
+MIB = 2**20
+POOL_GIB = 0.5
+NUM_FILLING_RUNS = 2  # of the mixed workload: 32,000 tokens, more than such a pool holds
+READY_TARGET_S = 5.0
+MEMORY_TARGET = 1.5  # of the weights, plus the pool
+
+Memory = dict[str, float]  # MiB
+
+
+def memory_of(server: ServingProcess) -> Memory:
+    found = server.worker("EngineRunner").memory_full_info()
+    return {name: getattr(found, name) / MIB for name in ("rss", "pss", "uss")}
+
+
+async def fill_pool(url: str, num_runs: int) -> None:
+    server = await Server.at(url)
+    for run in range(num_runs):
+        await closed_loop(server, server.bodies(workload(), f"run {run}"), concurrency=64)
+
+
+def memory_text(memory: Memory) -> str:
+    return "  ".join(f"{name.upper()} {value:.0f}" for name, value in memory.items())
+
+
+def bench(repeat: int) -> None:
+    folder = Path(config().model)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / MIB
+    pool = POOL_GIB * 1024
+    ready_s, at_ready, filled = [], [], {}
+    for index in range(repeat):
+        with serving(CB_KV_CACHE_GIB=str(POOL_GIB)) as server:
+            ready_s.append(server.wait_until_ready())
+            at_ready.append(memory_of(server))
+            print(f"ready after {ready_s[-1]:.2f} s  MiB: {memory_text(at_ready[-1])}", flush=True)
+            if index == repeat - 1:
+                asyncio.run(fill_pool(server.url, NUM_FILLING_RUNS))
+                filled = memory_of(server)
+    allowed = MEMORY_TARGET * weights + pool
+    print(f"pool full: MiB: {memory_text(filled)}")
+    print(
+        f"weights {weights:.0f} MiB, pool {pool:.0f} MiB;"
+        f" {MEMORY_TARGET} times the weights and the pool are {allowed:.0f} MiB: "
+        + ", ".join(f"{name.upper()} {value / allowed:.2f} of it" for name, value in filled.items())
+    )
+    print(f"ready after {statistics.median(ready_s):.2f} s (target {READY_TARGET_S:.0f} s)")
+    measured = {
+        "ready_s": ready_s,
+        "weights_mib": weights,
+        "pool_mib": pool,
+        "at_ready_mib": at_ready,
+        "filled_mib": filled,
+    }
+    print(f"appended to {record.append('startup', measured).relative_to(record.ROOT)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeat", type=int, default=3, help="starts (default 3)")
+    arguments = parser.parse_args()
+    end_as_by_ctrl_c()
+    bench(arguments.repeat)

@@ -1,7 +1,8 @@
 """A server under load, as its clients see it, through OpenAI's streaming completions.
 
-    python benchmarks/bench_serving.py [--workload mixed|long|prefix] [--requests N]
-        [--concurrency N ...] [--rate R ...] [--repeat N] [--ttft-ms MS] [--tpot-ms MS] [--url URL]
+    python benchmarks/bench_serving.py [--workload mixed|long|prefix|single]
+        [--requests N] [--concurrency N ...] [--rate R ...] [--repeat N] [--ttft-ms MS]
+        [--tpot-ms MS] [--url URL]
 
 Starts `bentoml serve .` with the CB_* settings, or takes the server at --url, which may be any with
 these routes. --concurrency: so many clients, each with one request at a time. --rate: Poisson

@@ -5,8 +5,8 @@
 Starts `bentoml serve .` with the CB_* settings and a KV pool of 0.5 GiB. Seconds count from the
 start of the command to the first 200 of /readyz. Memory is the runner's, when ready and again after
 requests have filled the pool: RSS, PSS (what is shared with other processes, divided among them)
-and USS (what is its alone), beside the bytes of the weights and of the pool. Appends to
-results/startup.jsonl.
+and USS (what is its alone), beside the bytes of the weights and of the pool, and beside a process
+that has only imported what a runner imports. Appends to results/startup.jsonl.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import record
 from bench_engine import config
 from serving_client import Server, closed_loop
-from serving_process import ServingProcess, serving
+from serving_process import serving
 from turns import end_as_by_ctrl_c
 from workload import workload
 
+RUNNER_IMPORTS = ("cb_backend.serving.services", "cb_backend.runtime.model_runner")
 MIB = 2**20
 POOL_GIB = 0.5
 NUM_FILLING_RUNS = 2  # of the mixed workload: 32,000 tokens, more than such a pool holds
@@ -32,9 +36,22 @@ MEMORY_TARGET = 1.5  # of the weights, plus the pool
 Memory = dict[str, float]  # MiB
 
 
-def memory_of(server: ServingProcess) -> Memory:
-    found = server.worker("EngineRunner").memory_full_info()
+def memory_of(process: psutil.Process) -> Memory:
+    found = process.memory_full_info()
     return {name: getattr(found, name) / MIB for name in ("rss", "pss", "uss")}
+
+
+def bare_memory() -> Memory:
+    """Of a process that has imported what a runner imports, and has no model."""
+    code = f"import {', '.join(RUNNER_IMPORTS)}; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=record.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        memory = memory_of(psutil.Process(process.pid))
+        process.communicate(b"\n")
+    return memory
 
 
 async def fill_pool(url: str, num_runs: int) -> None:
@@ -55,13 +72,14 @@ def bench(repeat: int) -> None:
     for index in range(repeat):
         with serving(CB_KV_CACHE_GIB=str(POOL_GIB)) as server:
             ready_s.append(server.wait_until_ready())
-            at_ready.append(memory_of(server))
+            at_ready.append(memory_of(server.worker("EngineRunner")))
             print(f"ready after {ready_s[-1]:.2f} s  MiB: {memory_text(at_ready[-1])}", flush=True)
             if index == repeat - 1:
                 asyncio.run(fill_pool(server.url, NUM_FILLING_RUNS))
-                filled = memory_of(server)
+                filled = memory_of(server.worker("EngineRunner"))
     allowed = MEMORY_TARGET * weights + pool
-    print(f"pool full: MiB: {memory_text(filled)}")
+    bare = bare_memory()
+    print(f"pool full: MiB: {memory_text(filled)}  (imports alone: {memory_text(bare)})")
     print(
         f"weights {weights:.0f} MiB, pool {pool:.0f} MiB;"
         f" {MEMORY_TARGET} times the weights and the pool are {allowed:.0f} MiB: "
@@ -74,6 +92,7 @@ def bench(repeat: int) -> None:
         "pool_mib": pool,
         "at_ready_mib": at_ready,
         "filled_mib": filled,
+        "imports_mib": bare,
     }
     print(f"appended to {record.append('startup', measured).relative_to(record.ROOT)}")
 

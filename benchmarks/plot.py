@@ -71,7 +71,9 @@ def draw(found: dict[str, dict[str, Curve]], output: Path) -> None:
                 axes.plot(x, y, marker="o", label=label)
                 for (load, _), at in zip(points, zip(x, y, strict=True), strict=True):
                     axes.annotate(f"{load:g}", at, xytext=(4, 4), textcoords="offset points")
-            axes.set(title=workload, xlabel="output tok/s", ylabel=title, xlim=(0, None))
+            axes.set(title=workload, xlabel="output tok/s", ylabel=title)
+            axes.margins(0.15)
+            axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
         row[0].legend(fontsize="small")

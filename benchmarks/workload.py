@@ -18,6 +18,8 @@ NUM_LONG_REQUESTS = 16
 LONG_PROMPT_TOKENS = 4000
 LONG_OUTPUT_TOKENS = (16, 64)
 
+SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS = 16, 256
+
 PREFIX_TOKENS = 1000
 TAIL_TOKENS = (16, 64)
 PREFIX_OUTPUT_TOKENS = (16, 96)
@@ -48,7 +50,13 @@ def shared_prefix(num_requests: int = NUM_REQUESTS) -> Requests:
     ]
 
 
-WORKLOADS = ("mixed", "long", "prefix")
+def single(num_requests: int = 1) -> Requests:
+    """A short prompt and a long answer: to be sent one at a time."""
+    rng = random.Random(0)
+    return [(_tokens(rng, SINGLE_PROMPT_TOKENS), SINGLE_OUTPUT_TOKENS) for _ in range(num_requests)]
+
+
+WORKLOADS = ("mixed", "long", "prefix", "single")
 
 
 def requests_of(name: str, max_model_len: int, num_requests: int | None = None) -> Requests:
@@ -60,6 +68,8 @@ def requests_of(name: str, max_model_len: int, num_requests: int | None = None) 
             return long_prompts(max_model_len, num_requests or NUM_LONG_REQUESTS)
         case "prefix":
             return shared_prefix(num_requests or NUM_REQUESTS)
+        case "single":
+            return single(num_requests or 1)
     raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
 
 

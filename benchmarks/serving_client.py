@@ -45,6 +45,7 @@ class Answer:
     chunk_times: list[float] = field(default_factory=list)  # of chunks with a choice in them
     num_prompt_tokens: int = 0  # as the server counts them
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, where the server tells
     is_done: bool = False
     error: str | None = None
 
@@ -60,6 +61,8 @@ class Answer:
         if usage := data.get("usage"):
             self.num_prompt_tokens = usage["prompt_tokens"]
             self.num_output_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            self.num_cached_tokens = details.get("cached_tokens") or 0
 
     def check(self, num_output_tokens: int) -> None:
         """An answer that is not whole is an error, whatever its status was."""

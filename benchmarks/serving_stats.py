@@ -52,6 +52,7 @@ def figures(answers: Sequence[Answer], limit: Limit) -> Figures:
     seconds = last - min(answer.due for answer in answers)
     num_output = sum(answer.num_output_tokens for answer in served)
     num_prompt = sum(answer.num_prompt_tokens for answer in served)
+    num_cached = sum(answer.num_cached_tokens for answer in served)
     return {
         "requests": len(answers),
         "errors": dict(errors),
@@ -59,6 +60,7 @@ def figures(answers: Sequence[Answer], limit: Limit) -> Figures:
         "requests_per_s": len(served) / seconds,
         "output_tok_s": num_output / seconds,
         "total_tok_s": (num_output + num_prompt) / seconds,
+        "cached_share": num_cached / num_prompt if num_prompt else 0.0,  # of all prompt tokens
         "goodput_requests_per_s": sum(map(limit.is_kept_by, served)) / seconds,
         "ttft_ms": record.percentiles([ttft_ms(answer) for answer in served]),
         "itl_ms": record.percentiles([gap for answer in served for gap in itl_ms(answer)]),
@@ -82,6 +84,7 @@ def figures_text(of_run: Figures) -> str:
     return (
         f"{of_run['output_tok_s']:.1f} output tok/s  {of_run['total_tok_s']:.1f} total tok/s "
         f" {of_run['requests_per_s']:.2f} requests/s "
-        f" goodput {of_run['goodput_requests_per_s']:.2f} requests/s  errors: {errors or 'none'}\n"
+        f" goodput {of_run['goodput_requests_per_s']:.2f} requests/s "
+        f" cached {of_run['cached_share']:.0%}  errors: {errors or 'none'}\n"
         f"    p50/p95/p99 ms  {latencies}"
     )

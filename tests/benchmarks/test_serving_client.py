@@ -29,7 +29,14 @@ def answered(*events: bytes, num_output_tokens: int = 2) -> Answer:
 
 
 CHUNK = b'{"choices": [{"text": "a"}]}'
-USAGE = b'{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}'
+USAGE = (
+    b'{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2,'
+    b' "prompt_tokens_details": {"cached_tokens": 3}}}'
+)
+NO_DETAILS = (
+    b'{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2,'
+    b' "prompt_tokens_details": null}}'
+)
 
 
 def test_a_whole_answer_has_the_times_of_its_chunks_and_the_counts_of_its_usage() -> None:
@@ -37,6 +44,12 @@ def test_a_whole_answer_has_the_times_of_its_chunks_and_the_counts_of_its_usage(
     assert answer.error is None
     assert answer.chunk_times == [11.0, 12.0]
     assert (answer.num_prompt_tokens, answer.num_output_tokens) == (5, 2)
+    assert answer.num_cached_tokens == 3
+
+
+def test_a_server_need_not_tell_what_it_had_cached() -> None:
+    answer = answered(CHUNK, NO_DETAILS, b"[DONE]")
+    assert (answer.error, answer.num_cached_tokens) == (None, 0)
 
 
 @pytest.mark.parametrize(

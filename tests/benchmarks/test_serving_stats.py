@@ -10,7 +10,7 @@ LIMIT = Limit(ttft_ms=500.0, tpot_ms=100.0)
 def answer(
     *chunk_times: float, due: float = 0.0, num_output: int = 3, error: str | None = None
 ) -> Answer:
-    return Answer(due, list(chunk_times), 10, num_output, True, error)
+    return Answer(due, list(chunk_times), 10, num_output, 4, True, error)
 
 
 def test_the_time_per_token_is_shared_by_the_tokens_of_a_chunk() -> None:
@@ -25,6 +25,7 @@ def test_figures_of_a_run() -> None:
     assert run["requests_per_s"] == pytest.approx(1.0)
     assert run["output_tok_s"] == pytest.approx(3.0)
     assert run["total_tok_s"] == pytest.approx(13.0)
+    assert run["cached_share"] == pytest.approx(0.4)
     assert run["ttft_ms"]["p50"] == pytest.approx(450.0)
     assert run["itl_ms"]["p50"] == pytest.approx(150.0)  # of 100, 100, 200 and 400
     assert run["e2e_ms"]["p99"] == pytest.approx(997.0)

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import aiohttp
 import record
 from bench_engine import NUM_WARM_UP, config
 from serving_client import Server, closed_loop, open_loop, poisson_arrivals
@@ -28,6 +29,7 @@ from serving_stats import Figures, Limit, figures, figures_text
 from turns import OURS, Contestant, end_as_by_ctrl_c, ratio_text
 from workload import WORKLOADS, Requests, requests_of, workload
 
+WARM_UP_CONCURRENCY = 2  # a server may be set to refuse more, to see how it does
 CONCURRENCY = (32,)
 RATES = (2.0, 4.0)
 
@@ -79,9 +81,12 @@ def server_at(url: str | None) -> Iterator[Server]:
             process = stack.enter_context(serving())
             print(f"ready after {process.wait_until_ready():.1f} s", flush=True)
             url = process.url
-        server = asyncio.run(Server.at(url.rstrip("/")))
+        try:
+            server = asyncio.run(Server.at(url.rstrip("/")))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            sys.exit(f"error: {url}/v1/models: {error}")
         bodies = server.bodies(workload(seed=1)[:NUM_WARM_UP], "warm up")
-        answers = asyncio.run(closed_loop(server, bodies, len(bodies)))
+        answers = asyncio.run(closed_loop(server, bodies, WARM_UP_CONCURRENCY))
         if errors := {answer.error for answer in answers} - {None}:
             sys.exit(f"error: {url} fails: {errors}")
         yield server

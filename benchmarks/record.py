@@ -24,6 +24,7 @@ def append(name: str, measured: dict[str, object]) -> Path:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
+        "settings": settings(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         **measured,
     }
@@ -32,6 +33,15 @@ def append(name: str, measured: dict[str, object]) -> Path:
     with file.open("a") as lines:
         lines.write(json.dumps(line) + "\n")
     return file
+
+
+def settings() -> dict[str, str]:
+    """The CB_* variables that were set; the admin key is nobody's business."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("CB_") and name != "CB_ADMIN_KEY"
+    }
 
 
 def machine() -> dict[str, object]:

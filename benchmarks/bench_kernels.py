@@ -5,7 +5,8 @@
 linears: the model's products for several numbers of rows; the packed kernel in C, oneDNN's packed
 one and torch's. Many rows as GFLOP/s against a large product in the same run; one row, which only
 reads weights, as GB/s against streaming memory. Weights are as cold as in a model: copies rotate.
-attention: decoding rows and chunks of prompts over the paged cache, C and torch.
+attention: decoding rows and chunks of prompts over the paged cache, C and torch; blocks lie in no
+order, as in a pool that has been used for a while, and one row's of all layers fit a large cache.
 pointwise: norm and rotation, C and torch.
 Takes the CB_* settings; appends to results/kernels.jsonl.
 """
@@ -43,8 +44,6 @@ COLD_BYTES = 2**28  # of weights that rotate: many times what caches hold
 BLOCK_SIZE = 32
 DECODING = ((1, 512), (16, 512), (64, 256))  # rows, keys of each
 CHUNKS = ((512, 0), (512, 3584))  # new tokens of one prompt, keys before them
-
-ATTENTION = {"C": paged_attention, "torch": torch_impl.paged_attention}
 
 Product = Callable[[Tensor], Tensor]
 Results = list[dict[str, object]]
@@ -127,6 +126,8 @@ def bench_attention(spec: DecoderSpec, dtype: torch.dtype, machine: Machine) -> 
         num_keys = new + before
         blocks = -(-num_keys // BLOCK_SIZE)
         cache = filled_cache(spec, rows * blocks, dtype)
+        # The kernels in C may have an order of their own within a block; torch has the plain one.
+        plain = [(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)) for k, v in cache.pool]
         batch = RaggedBatch(
             block_table=torch.randperm(rows * blocks).view(rows, blocks),
             query_start_loc=[new * row for row in range(rows + 1)],
@@ -134,10 +135,14 @@ def bench_attention(spec: DecoderSpec, dtype: torch.dtype, machine: Machine) -> 
             block_size=BLOCK_SIZE,
         )
         q = torch.randn(rows * new, spec.num_heads, spec.head_dim).to(dtype)
-        for name, attend in ATTENTION.items():
+        variants = (
+            ("C", paged_attention, cache.layers),
+            ("torch", torch_impl.paged_attention, plain),
+        )
+        for name, attend, layers in variants:
             if name == "C" and kernels() is None:
                 continue
-            seconds = attention_seconds(attend, spec, cache, batch, q)
+            seconds = attention_seconds(attend, spec, layers, batch, q)
             pairs = rows * (new * before + new * (new + 1) / 2)  # of a query and a key it sees
             kv_bytes = 2 * rows * num_keys * spec.num_kv_heads * spec.head_dim * dtype.itemsize
             result = {
@@ -160,6 +165,7 @@ def filled_cache(spec: DecoderSpec, num_blocks: int, dtype: torch.dtype) -> KVCa
     """Of all layers: one after the other is read, so that each is cold."""
     geometry = ModelGeometry(
         num_layers=len(spec.layers),
+        num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
@@ -173,7 +179,7 @@ def filled_cache(spec: DecoderSpec, num_blocks: int, dtype: torch.dtype) -> KVCa
 def attention_seconds(
     attend: Callable[..., Tensor],
     spec: DecoderSpec,
-    cache: KVCache,
+    layers: Sequence[tuple[Tensor, Tensor]],
     batch: RaggedBatch,
     q: Tensor,
 ) -> float:
@@ -181,10 +187,10 @@ def attention_seconds(
     options = {"sliding_window": None, "soft_cap": None, "sinks": None}
 
     def all_layers() -> None:
-        for k_cache, v_cache in cache.layers:
+        for k_cache, v_cache in layers:
             attend(q, k_cache, v_cache, batch, scale=spec.attention_scale, **options)
 
-    return best_seconds(all_layers) / len(cache.layers)
+    return best_seconds(all_layers) / len(layers)
 
 
 def bench_pointwise(spec: DecoderSpec, dtype: torch.dtype, machine: Machine) -> Results:

@@ -8,7 +8,10 @@ STAMP := .venv/installed
 # BentoML reports usage over the network unless it is told not to.
 export BENTOML_DO_NOT_TRACK ?= True
 
-.PHONY: serve model test test-kernels interpret-kernels compile-kernels kernel-budget gpu-check lint soak bench bench-scheduler bench-plan bench-peers build clean
+.PHONY: serve model test test-kernels interpret-kernels compile-kernels kernel-budget gpu-check
+.PHONY: lint soak build clean
+.PHONY: bench bench-serving bench-kernels bench-startup bench-scheduler bench-plan bench-plot
+.PHONY: bench-peers bench-transformers bench-client
 
 serve: $(STAMP)
 ifeq ($(strip $(CB_MODEL)),)
@@ -58,6 +61,23 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_engine.py $(BENCH_ARGS)
 
+# Through the public HTTP API, and what that leaves of the engine's own speed.
+bench-serving: $(STAMP)
+	$(BIN)/python benchmarks/bench_serving.py $(BENCH_ARGS)
+
+# Kernels, one stream and one long prompt, as shares of what the machine can do.
+bench-kernels: $(STAMP)
+	$(BIN)/python benchmarks/bench_kernels.py
+	$(BIN)/python benchmarks/bench_roofline.py $(BENCH_ARGS)
+
+# Seconds to ready, and the runner's memory.
+bench-startup: $(STAMP)
+	$(BIN)/python benchmarks/bench_startup.py $(BENCH_ARGS)
+
+# Throughput against latency, of all that bench-serving has measured.
+bench-plot: $(STAMP)
+	$(BIN)/python benchmarks/plot.py $(BENCH_ARGS)
+
 # The scheduler and the engine loop without a model, and how well a plan foretells a run.
 bench-scheduler: $(STAMP)
 	$(BIN)/python benchmarks/bench_scheduler.py
@@ -68,6 +88,14 @@ bench-plan: $(STAMP)
 # Beside vLLM's CPU build, in turns; the first run installs it (3.5 GB) into .venv-vllm.
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/bench_peer_vllm.py $(BENCH_ARGS)
+
+# Beside transformers' own continuous batching.
+bench-transformers: $(STAMP)
+	$(BIN)/python benchmarks/bench_peer_transformers.py $(BENCH_ARGS)
+
+# vLLM's load generator against our server, beside ours.
+bench-client: $(STAMP)
+	$(BIN)/python benchmarks/bench_client_vllm.py $(BENCH_ARGS)
 
 # A Bento in BentoML's store, with the default model pinned to it.
 build: model

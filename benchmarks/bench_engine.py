@@ -17,7 +17,7 @@ import time
 from itertools import pairwise
 
 import record
-from workload import workload
+from workload import Requests, requests_of, workload
 
 from cb_backend import default_model
 from cb_backend.config import EngineConfig
@@ -28,7 +28,6 @@ from cb_backend.serving.engine_client import GenerateRequest
 from cb_backend.serving.model_source import model_source
 from cb_backend.serving.settings import DEFAULT_MODEL, config_from_env
 
-Requests = list[tuple[list[int], int]]
 NUM_WARM_UP = 8  # requests
 
 
@@ -51,12 +50,21 @@ class Run:
         )
 
 
-async def measure(engine: AsyncEngine, requests: Requests, *, cache_salt: str) -> Run:
-    """Submit all at once. A salt of its own gives a run a cold prefix cache."""
+async def measure(
+    engine: AsyncEngine, requests: Requests, *, cache_salt: str, concurrency: int | None = None
+) -> Run:
+    """Submit all at once, or so many that `concurrency` are under way.
+
+    A salt of its own gives a run a cold prefix cache. All times count from the start of the run.
+    """
+    seats = asyncio.Semaphore(concurrency or len(requests))
+
+    async def seated(prompt: list[int], count: int) -> list[float]:
+        async with seats:
+            return await _token_times(engine, prompt, count, cache_salt)
+
     started = time.monotonic()
-    times = await asyncio.gather(
-        *(_token_times(engine, prompt, count, cache_salt) for prompt, count in requests)
-    )
+    times = await asyncio.gather(*(seated(prompt, count) for prompt, count in requests))
     seconds = max(of_request[-1] for of_request in times) - started
     num_output = sum(len(of_request) for of_request in times)
     assert num_output == sum(count for _, count in requests)
@@ -129,11 +137,18 @@ async def bench(repeat: int) -> None:
 
 
 async def answer_commands() -> None:
-    """For bench_peer_vllm.py: one run, and its result in one line, for each line that comes in."""
+    """For turns.py: one run, and its result in one line, for each line of JSON that comes in."""
     engine = await load(config())
+    max_model_len = engine.model_info().max_model_len
     print("READY", flush=True)
-    for index, _ in enumerate(sys.stdin):
-        run = await measure(engine, workload(), cache_salt=f"run {index}")
+    for index, line in enumerate(sys.stdin):
+        options = json.loads(line)
+        run = await measure(
+            engine,
+            requests_of(options.get("workload", "mixed"), max_model_len, options.get("requests")),
+            cache_salt=f"run {index}",
+            concurrency=options.get("concurrency"),
+        )
         print("RESULT", json.dumps(dataclasses.asdict(run)), flush=True)
     engine.close()
 

@@ -7,11 +7,15 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+SHARES = (50, 95, 99)
 
 
 def append(name: str, measured: dict[str, object]) -> Path:
@@ -20,6 +24,7 @@ def append(name: str, measured: dict[str, object]) -> Path:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
+        "settings": settings(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         **measured,
     }
@@ -28,6 +33,15 @@ def append(name: str, measured: dict[str, object]) -> Path:
     with file.open("a") as lines:
         lines.write(json.dumps(line) + "\n")
     return file
+
+
+def settings() -> dict[str, str]:
+    """The CB_* variables that were set; the admin key is nobody's business."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("CB_") and name != "CB_ADMIN_KEY"
+    }
 
 
 def machine() -> dict[str, object]:
@@ -45,13 +59,11 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p95 and p99, by nearest rank."""
-    ordered = sorted(values)
-    return {
-        f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)]
-        for share in (50, 95, 99)
-    }
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99, interpolated as numpy and most load generators do; none of no values."""
+    if not values:
+        return {}
+    return {f"p{share}": float(np.percentile(values, share)) for share in SHARES}
 
 
 def _cpu_name() -> str:

@@ -38,7 +38,13 @@ def test_the_sampler_draws_by_the_kernel() -> None:
 
 def test_copies_take_blocks_out_and_in_and_within() -> None:
     geometry = ModelGeometry(
-        num_layers=2, num_kv_heads=3, head_dim=16, vocab_size=9, max_context=99, window=None
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=3,
+        head_dim=16,
+        vocab_size=9,
+        max_context=99,
+        window=None,
     )
     cpu = torch.device("cpu")
     cache = KVCache(geometry, 5, 4, dtype=torch.bfloat16, device=cpu)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.serving.conftest import build_tokenizer
+from tests.serving.tiny_tokenizer import build_tokenizer
 
 CONTEXT = 65_536  # tokens
 

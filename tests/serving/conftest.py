@@ -19,7 +19,6 @@ import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cb_backend.config import EngineConfig
@@ -31,8 +30,9 @@ from cb_backend.serving.engine_client import EngineClient, LocalClient
 from cb_backend.serving.gateway import Gateway
 from cb_backend.serving.language_model import LanguageModel
 from cb_backend.serving.text_codec import TextCodec
-from tests.engine.test_engine_thread import eventually
+from tests.engine.conftest import eventually
 from tests.fakes import ShadowExecutor, make_model_info
+from tests.serving.tiny_tokenizer import build_tokenizer, bytes_to_unicode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what BentoML's own models make pydantic say at import
@@ -40,45 +40,6 @@ with warnings.catch_warnings():
 
 MODEL = "fake"
 CONTEXT = 256  # tokens
-CHAT_TEMPLATE = (
-    "{{ '<|begin|>' }}{% for message in messages %}"
-    "{% if message['role'] == 'tyrant' %}{{ raise_exception('no tyrants') }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|go|>"]
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog",
-    "one two three four five six seven eight nine ten",
-    "the end of the story is the beginning of another story",
-]
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so a character outside ASCII takes several tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=SPECIAL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    # Plain text gets a begin token, as Llama's tokenizers do it.
-    begin = tokenizer.token_to_id("<|begin|>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|begin|>",
-        eos_token="<|end|>",
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +85,7 @@ class Script:
     def bytes_of(self, data: bytes) -> list[int]:
         """One token for each byte, whether they make characters or not."""
         backend = self.tokenizer.backend_tokenizer
-        unicode_of = _bytes_to_unicode()
+        unicode_of = bytes_to_unicode()
         return [backend.token_to_id(unicode_of[byte]) for byte in data]
 
     def next_token(self, token_ids: Sequence[int]) -> int:
@@ -132,14 +93,6 @@ class Script:
         start = max(index for index, token in enumerate(token_ids) if token in markers) + 1
         said = len(token_ids) - start
         return self.token_ids[said] if said < len(self.token_ids) else self.id_of("<|end|>")
-
-
-def _bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's table: the printable bytes are themselves, the others come after U+0100."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in table]
-    return table | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.serving.conftest import (
     served,
     until,
 )
-from tests.serving.test_remote_client import runner
+from tests.serving.remote import runner
 
 pytestmark = pytest.mark.anyio
 

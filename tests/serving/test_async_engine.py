@@ -23,7 +23,7 @@ from cb_backend.errors import (
 )
 from cb_backend.serving.async_engine import AsyncEngine
 from cb_backend.serving.engine_client import GenerateRequest
-from tests.engine.test_engine_thread import Gate, eventually
+from tests.engine.conftest import Gate, eventually
 from tests.fakes import VOCAB_SIZE, ShadowExecutor, make_model_info, solo_output
 
 pytestmark = pytest.mark.anyio

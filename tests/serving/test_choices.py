@@ -29,7 +29,7 @@ from tests.serving.conftest import (
     until,
     until_idle,
 )
-from tests.serving.test_remote_client import runner
+from tests.serving.remote import runner
 
 pytestmark = pytest.mark.anyio
 

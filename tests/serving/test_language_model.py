@@ -12,7 +12,7 @@ from cb_backend.errors import InvalidRequestError, PromptTooLongError, RequestFa
 from cb_backend.serving.engine_client import GenerateRequest, LocalClient
 from cb_backend.serving.language_model import LanguageModel
 from cb_backend.serving.text_codec import TextCodec
-from tests.engine.test_engine_thread import Gate
+from tests.engine.conftest import Gate
 from tests.serving.conftest import CONTEXT, Script, WatchedEngine, until, until_idle
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_a_text_without_hope_is_not_tokenized(model: LanguageModel) -> Non
 
 
 async def test_a_stream_that_ends_without_a_reason_is_an_error(codec: TextCodec) -> None:
-    from tests.serving.test_openai_api import FixedEngine
+    from tests.serving.fixed_engine import FixedEngine
 
     model = LanguageModel(FixedEngine([]), codec)
     with pytest.raises(RequestFailedError):

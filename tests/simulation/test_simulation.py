@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.__main__ import failure_of, report
-from tests.simulation.mutants import MUTANTS, Mutant, planted
+from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.planting import planted
 from tests.simulation.scenario import Abort, Submit
 from tests.simulation.shrink import shrink
 from tests.simulation.world import draw, run

@@ -13,6 +13,7 @@ from torch import Tensor
 from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.cpu.library import kernels
 from cb_kernels.ragged import RaggedBatch
+from cb_kernels.shapes import shape_text
 
 
 def can_pair(dtype: torch.dtype, *, block_size: int, head_dim: int, group: int) -> bool:
@@ -87,25 +88,41 @@ def paged_attention(
     )
 
 
+def check_paired(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises ValueError unless these lie as `paired_views` makes them."""
+    num_blocks, block_size, num_kv_heads = k_cache.shape[:3]
+    head_dim = 2 * k_cache.shape[3]
+    if (
+        k_cache.shape[4] != 2
+        or v_cache.shape != (num_blocks, block_size // 2, 2, num_kv_heads, head_dim)
+        or v_cache.dtype != k_cache.dtype
+        or k_cache.stride()[1::2] != (2, 2 * block_size)
+        or v_cache.stride()[1::3] != (2 * head_dim, 2)
+        or v_cache.stride(2) != 1
+        or k_cache.stride(4) != 1
+        or (k_cache.stride(0), k_cache.stride(2)) != (v_cache.stride(0), v_cache.stride(3))
+    ):
+        raise ValueError(
+            f"no paired cache: K {shape_text(k_cache)} of strides {k_cache.stride()},"
+            f" V {shape_text(v_cache)} of strides {v_cache.stride()}"
+        )
+
+
 def _heads(k_cache: Tensor) -> tuple[int, int]:
     return k_cache.shape[2], 2 * k_cache.shape[3]
 
 
 def _kernels_for(x: Tensor, k_cache: Tensor, v_cache: Tensor) -> Kernels:
     """Raises ValueError unless these are caches of `paired_views` that the kernels take."""
+    check_paired(k_cache, v_cache)
     c, (num_kv_heads, head_dim) = kernels(), _heads(k_cache)
-    num_blocks, block_size = k_cache.shape[:2]
+    group = x.shape[1] // num_kv_heads
     if (
         c is None
         or x.dtype != k_cache.dtype
-        or not c.takes_paired(k_cache.dtype, block_size, head_dim, x.shape[1] // num_kv_heads)
-        or v_cache.shape != (num_blocks, block_size // 2, 2, num_kv_heads, head_dim)
-        or k_cache.stride()[1::2] != (2, 2 * block_size)
-        or v_cache.stride()[1::3] != (2 * head_dim, 2)
-        or (k_cache.stride(0), k_cache.stride(2)) != (v_cache.stride(0), v_cache.stride(3))
+        or not c.takes_paired(k_cache.dtype, k_cache.shape[1], head_dim, group)
     ):
         raise ValueError(
-            f"the kernels do not take {x.dtype} with a paired cache {list(k_cache.shape)}"
-            f" {k_cache.dtype} of strides {k_cache.stride()} and {v_cache.stride()}"
+            f"the kernels do not take {x.dtype} with a paired cache {shape_text(k_cache)}"
         )
     return c

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -117,10 +117,6 @@ class RaggedBatch:
     workspace: Workspace = field(default_factory=Workspace)
     # A token's attention is to be the same to the bit in any batch, cut into any chunks.
     deterministic: bool = False
-    _plans: dict[tuple[int | None, CacheLayout], GatherPlan] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    _host_rows: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -150,13 +146,14 @@ class RaggedBatch:
 
     def host_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Block table [S, B], query_start_loc [S + 1] and seq_lens [S], int32 and contiguous."""
-        if self._host_rows is None:
-            self._host_rows = (
+        return self.derived(
+            "host_rows",
+            lambda: (
                 self.block_table.to(torch.int32).contiguous(),
                 torch.tensor(self.query_start_loc, dtype=torch.int32),
                 torch.tensor(self.seq_lens, dtype=torch.int32),
-            )
-        return self._host_rows
+            ),
+        )
 
     def rows(self) -> Rows:
         """The rows on the batch's device, copied there in one go at first use."""
@@ -166,14 +163,13 @@ class RaggedBatch:
         """What `build` gives at the first call with this key: a plan that all layers share."""
         if key not in self._derived:
             self._derived[key] = build()
-        return self._derived[key]  # type: ignore[return-value]
+        return cast("_T", self._derived[key])
 
     def plan(self, sliding_window: int | None, layout: CacheLayout) -> GatherPlan:
         """The gather plan for layers with this window (None: all keys), built at first use."""
-        key = (sliding_window, layout)
-        if key not in self._plans:
-            self._plans[key] = self._build(sliding_window, layout)
-        return self._plans[key]
+        return self.derived(
+            ("gather", sliding_window, layout), lambda: self._build(sliding_window, layout)
+        )
 
     def _build(self, window: int | None, layout: CacheLayout) -> GatherPlan:
         rows = range(len(self.seq_lens))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.source import PRODUCT_FOLDERS, SourceFile, source_files
+from tests.architecture.source import ALL_FOLDERS, PRODUCT_FOLDERS, SourceFile, source_files
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 50
@@ -50,6 +50,11 @@ def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("file", source_files(*PRODUCT_FOLDERS), ids=str)
 def test_a_file_and_what_is_in_it_stay_small(file: SourceFile) -> None:
     assert {name: size for name, size in oversized(file) if name not in ALLOWED} == {}
+
+
+@pytest.mark.parametrize("file", source_files(*ALL_FOLDERS), ids=str)
+def test_no_file_is_long(file: SourceFile) -> None:
+    assert len(file.text.splitlines()) <= MAX_FILE_LINES
 
 
 def test_every_exception_is_still_needed_and_has_a_reason() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,17 @@ def make_inputs(
             block_size=case.block_size,
         ),
         sinks=torch.randn(case.num_heads) if case.sinks else None,
+    )
+
+
+def attend(operation: Callable[..., Tensor], inputs: Inputs, case: Case) -> Tensor:
+    """`operation` is `paged_attention`, of whichever implementation."""
+    return operation(
+        *(inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch),
+        scale=case.head_dim**-0.5,
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=inputs.sinks,
     )
 
 

@@ -7,23 +7,10 @@ import torch
 from cb_kernels import RaggedBatch, paged_attention, reference, store_kv
 from cb_kernels.ragged import CacheLayout
 
-from tests.kernels.cases import CASES, SENTINEL, Case, Inputs, make_cache, make_inputs
+from tests.kernels.cases import CASES, SENTINEL, Case, Inputs, attend, make_cache, make_inputs
 
 # bfloat16 keeps 8 bits: of q * k sums, of the weights and of the result.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-
-
-def _attend(inputs: Inputs, case: Case) -> torch.Tensor:
-    return paged_attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -33,19 +20,10 @@ def test_attention_agrees_with_the_reference(
     case: Case, heads_outside: bool, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(case, dtype, heads_outside=heads_outside)
-    expected = reference.paged_attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-    )
+    expected = attend(reference.paged_attention, inputs, case)
     tolerance = TOLERANCES[dtype]
     for _ in range(2):  # the second time from the plan and the buffers of the first
-        actual = _attend(inputs, case)
+        actual = attend(paged_attention, inputs, case)
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -53,7 +31,7 @@ def test_attention_agrees_with_the_reference(
 @pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
 def test_attention_reads_no_key_past_a_row(case: Case) -> None:
     inputs = make_inputs(case)
-    clean = _attend(inputs, case)
+    clean = attend(paged_attention, inputs, case)
     table, block_size = inputs.batch.block_table, case.block_size
     owned = {
         (int(table[row, p // block_size]), p % block_size)
@@ -65,13 +43,13 @@ def test_attention_reads_no_key_past_a_row(case: Case) -> None:
             if (block, offset) not in owned:
                 inputs.k_cache[block, offset] = SENTINEL
                 inputs.v_cache[block, offset] = SENTINEL
-    torch.testing.assert_close(_attend(inputs, case), clean)
+    torch.testing.assert_close(attend(paged_attention, inputs, case), clean)
 
 
 def test_rows_in_any_order_give_the_same() -> None:
     case = CASES[4]
     inputs = make_inputs(case)
-    expected = _attend(inputs, case)
+    expected = attend(paged_attention, inputs, case)
     starts = inputs.batch.query_start_loc
     order = list(range(len(case.rows)))[::-1]
     tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in order])
@@ -83,7 +61,7 @@ def test_rows_in_any_order_give_the_same() -> None:
         block_size=case.block_size,
     )
     turned = Inputs(inputs.q[tokens], inputs.k_cache, inputs.v_cache, batch, None)
-    torch.testing.assert_close(_attend(turned, case), expected[tokens])
+    torch.testing.assert_close(attend(paged_attention, turned, case), expected[tokens])
 
 
 def test_far_lengths_are_gathered_in_groups() -> None:

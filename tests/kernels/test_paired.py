@@ -16,7 +16,7 @@ from cb_kernels import (
 )
 from torch import Tensor
 
-from tests.kernels.cases import SENTINEL, Case, Inputs, make_inputs
+from tests.kernels.cases import SENTINEL, Case, Inputs, attend, make_inputs
 
 BF16 = torch.bfloat16
 
@@ -61,40 +61,18 @@ def paired(inputs: Inputs, case: Case) -> Inputs:
     return dataclasses.replace(inputs, k_cache=k, v_cache=v)
 
 
-def attend(inputs: Inputs, case: Case) -> Tensor:
-    return paged_attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-    )
-
-
 @pytest.mark.parametrize("case", [*CASES, *OPTIONS], ids=str)
 def test_attention_agrees_with_the_reference(case: Case) -> None:
     inputs = make_inputs(case, BF16)
-    expected = reference.paged_attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-    )
-    actual = attend(paired(inputs, case), case).double()
+    expected = attend(reference.paged_attention, inputs, case)
+    actual = attend(paged_attention, paired(inputs, case), case).double()
     torch.testing.assert_close(actual, expected, atol=4e-2, rtol=4e-2)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], OPTIONS[1]], ids=str)
 def test_a_nan_in_a_slot_that_no_row_owns_does_not_leak(case: Case) -> None:
     plain = make_inputs(case, BF16)
-    clean = attend(paired(plain, case), case)
+    clean = attend(paged_attention, paired(plain, case), case)
     unowned = torch.ones(plain.k_cache.shape[:2], dtype=torch.bool)
     for row, (_, keys) in enumerate(case.rows):
         for p in range(keys):
@@ -102,19 +80,19 @@ def test_a_nan_in_a_slot_that_no_row_owns_does_not_leak(case: Case) -> None:
             unowned[block, p % case.block_size] = False
     plain.k_cache[unowned] = torch.nan
     plain.v_cache[unowned] = torch.nan
-    assert torch.equal(attend(paired(plain, case), case), clean)
+    assert torch.equal(attend(paged_attention, paired(plain, case), case), clean)
 
 
 def test_what_stands_in_a_table_before_the_window_is_not_looked_at() -> None:
     case = Case("window", ((1, 50), (3, 50)), head_dim=16, block_size=16, sliding_window=17)
     inputs = paired(make_inputs(case, BF16), case)
-    expected = attend(inputs, case)
+    expected = attend(paged_attention, inputs, case)
     inputs.batch.block_table[0, :2] = -1  # keys 33 to 49 are seen, in blocks 2 and 3
     inputs.batch.block_table[1, :1] = 10**6  # keys 31 to 49
-    assert torch.equal(attend(inputs, case), expected)
+    assert torch.equal(attend(paged_attention, inputs, case), expected)
     inputs.batch.block_table[1, 1] = -1
     with pytest.raises(IndexError, match="does not have"):
-        attend(inputs, case)
+        attend(paged_attention, inputs, case)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)

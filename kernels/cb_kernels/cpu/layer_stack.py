@@ -15,7 +15,9 @@ from torch import Tensor
 from cb_kernels.cpu.kernels import raise_for
 from cb_kernels.cpu.library import kernels
 from cb_kernels.packed_linear import PackedLinear
+from cb_kernels.paired import check_paired
 from cb_kernels.ragged import RaggedBatch
+from cb_kernels.shapes import shape_text
 
 _LANES = 16
 _INT64, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -100,6 +102,7 @@ class LayerStack:
         self._layers = (_Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._hidden = layers[0].attention_norm.shape[0]
         self._width = layers[0].down.depth
+        self._num_turns = 1 + max(-1 if one.turns is None else one.turns for one in layers)
         self._shape, self._facts = (
             shape,
             _Shape(
@@ -120,6 +123,8 @@ class LayerStack:
     def __call__(
         self, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], step: PagedStep
     ) -> Tensor:
+        """Raises ValueError for arguments that the library would read as something else."""
+        self._check(x, turns, step)
         shape, num_tokens = self._shape, x.shape[0]
         table, starts, lens = step.batch.host_rows()
         slots = step.slot_mapping.long().contiguous()
@@ -147,6 +152,39 @@ class LayerStack:
         status = c.library.cb_layers(ctypes.byref(self._facts), self._layers, ctypes.byref(facts))
         raise_for(status, "a row's block table, or a slot, names a block that is not there")
         return room[0]
+
+    def _check(self, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], step: PagedStep) -> None:
+        num_tokens = step.batch.num_tokens
+        if x.dtype != torch.bfloat16 or x.shape != (num_tokens, self._hidden):
+            raise ValueError(f"x must be bfloat16 [{num_tokens}, {self._hidden}], got {_text(x)}")
+        if step.slot_mapping.shape != (num_tokens,):
+            raise ValueError(f"{num_tokens} tokens need as many slots: {_text(step.slot_mapping)}")
+        if len(turns) < self._num_turns:
+            raise ValueError(f"the layers name {self._num_turns} turns, got {len(turns)}")
+        for turn in (tensor for pair in turns for tensor in pair):
+            wanted = (num_tokens, 1, self._shape.dim)
+            if turn.shape != wanted or turn.dtype != x.dtype or not turn.is_contiguous():
+                raise ValueError(f"cos and sin must be bfloat16 {list(wanted)}: {_text(turn)}")
+        self._check_caches(step)
+
+    def _check_caches(self, step: PagedStep) -> None:
+        if len(step.caches) != len(self._weights):
+            raise ValueError(f"{len(self._weights)} layers, {len(step.caches)} caches")
+        k_first, v_first = step.caches[0]
+        check_paired(k_first, v_first)
+        wanted_cache = (step.batch.block_size, self._shape.kv_heads, self._shape.dim // 2)
+        if tuple(k_first.shape[1:4]) != wanted_cache:
+            raise ValueError(f"the caches must be [N, *{wanted_cache}, 2]: {_text(k_first)}")
+        for pair in step.caches:
+            for cache, first in zip(pair, step.caches[0], strict=True):
+                if (cache.shape, cache.stride()) != (first.shape, first.stride()):
+                    raise ValueError(f"not all caches are like {_text(first)}: {_text(cache)}")
+                if cache.dtype != torch.bfloat16:
+                    raise ValueError(f"the caches must be bfloat16: {_text(cache)}")
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{shape_text(tensor)} of strides {tensor.stride()}"
 
 
 def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from cb_kernels import RaggedBatch, pack_linear, reference, torch_impl
 from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.cpu.library import kernels
-from torch import Tensor
 
-from tests.kernels.cases import CASES, Case, Inputs, make_inputs
+from tests.kernels.cases import CASES, Case, attend, make_inputs
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 _EDGES = ((1, 31), (1, 32), (1, 33), (1, 1), (1, 64), (1, 65), (40, 97), (1, 128), (33, 33))
@@ -37,19 +36,6 @@ def _c() -> Kernels:
     return loaded
 
 
-def _attend(c: Kernels, inputs: Inputs, case: Case) -> Tensor:
-    return c.attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-    )
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("heads_outside", [True, False], ids=["heads-outside", "heads-inside"])
 @pytest.mark.parametrize("case", [*RAGGED, *OPTIONS, MANY], ids=str)
@@ -58,18 +44,9 @@ def test_attention_agrees_with_the_reference(
 ) -> None:
     inputs = make_inputs(case, dtype, heads_outside=heads_outside)
     assert c.takes_attention(inputs.q, inputs.k_cache, inputs.v_cache)
-    expected = reference.paged_attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-    )
+    expected = attend(reference.paged_attention, inputs, case)
     tolerance = TOLERANCES[dtype]
-    actual = _attend(c, inputs, case).double()
+    actual = attend(c.attention, inputs, case).double()
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -79,7 +56,7 @@ def test_a_nan_in_a_slot_that_no_row_owns_does_not_leak(
     c: Kernels, case: Case, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(case, dtype)
-    clean = _attend(c, inputs, case)
+    clean = attend(c.attention, inputs, case)
     unowned = torch.ones(inputs.k_cache.shape[:2], dtype=torch.bool)
     for row, (_, keys) in enumerate(case.rows):
         for p in range(keys):
@@ -87,14 +64,14 @@ def test_a_nan_in_a_slot_that_no_row_owns_does_not_leak(
             unowned[block, p % case.block_size] = False
     inputs.k_cache[unowned] = torch.nan
     inputs.v_cache[unowned] = torch.nan
-    assert torch.equal(_attend(c, inputs, case), clean)
+    assert torch.equal(attend(c.attention, inputs, case), clean)
 
 
 def test_a_nan_of_one_row_stays_in_that_row(c: Kernels) -> None:
     inputs = make_inputs(MANY)
-    clean = _attend(c, inputs, MANY)
+    clean = attend(c.attention, inputs, MANY)
     inputs.k_cache[int(inputs.batch.block_table[7, 0]), 0] = torch.nan
-    hurt = _attend(c, inputs, MANY)
+    hurt = attend(c.attention, inputs, MANY)
     assert bool(hurt[7].isnan().all())
     others = torch.arange(len(MANY.rows)) != 7
     assert torch.equal(hurt[others], clean[others])
@@ -102,7 +79,7 @@ def test_a_nan_of_one_row_stays_in_that_row(c: Kernels) -> None:
 
 def test_a_row_gives_the_same_bits_alone_and_among_others(c: Kernels) -> None:
     inputs = make_inputs(MANY, torch.bfloat16)
-    together = _attend(c, inputs, MANY)
+    together = attend(c.attention, inputs, MANY)
     row = 37
     alone = RaggedBatch(
         block_table=inputs.batch.block_table[row : row + 1],
@@ -111,14 +88,14 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(c: Kernels) -> None:
         block_size=MANY.block_size,
     )
     one = dataclasses.replace(inputs, q=inputs.q[row : row + 1], batch=alone)
-    assert torch.equal(_attend(c, one, MANY), together[row : row + 1])
+    assert torch.equal(attend(c.attention, one, MANY), together[row : row + 1])
 
 
 def test_a_block_that_is_not_there_is_refused(c: Kernels) -> None:
     inputs = make_inputs(MANY)
     inputs.batch.block_table[3, 0] = inputs.k_cache.shape[0]
     with pytest.raises(IndexError, match="does not have"):
-        _attend(c, inputs, MANY)
+        attend(c.attention, inputs, MANY)
     k = torch.zeros(1, 1, 16)
     with pytest.raises(IndexError, match="slot"):
         c.store_kv(k, k, inputs.k_cache, inputs.v_cache, torch.tensor([10**6]))
@@ -129,13 +106,13 @@ def test_what_stands_in_a_table_before_the_window_is_not_looked_at(c: Kernels, s
     """A row that has moved on keeps the numbers of the blocks that it gave up."""
     case = Case("window", ((1, 15), (3, 15), (1, 4)), sliding_window=5)
     inputs = make_inputs(case)
-    expected = _attend(c, inputs, case)
+    expected = attend(c.attention, inputs, case)
     inputs.batch.block_table[0, :2] = stale  # keys 10 to 14 are seen, in blocks 2 and 3
     inputs.batch.block_table[1, :2] = stale  # keys 8 to 14
-    assert torch.equal(_attend(c, inputs, case), expected)
+    assert torch.equal(attend(c.attention, inputs, case), expected)
     inputs.batch.block_table[1, 2] = stale
     with pytest.raises(IndexError, match="does not have"):
-        _attend(c, inputs, case)
+        attend(c.attention, inputs, case)
 
 
 def test_shapes_without_whole_vectors_and_other_dtypes_go_to_torch(c: Kernels) -> None:

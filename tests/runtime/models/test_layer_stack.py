@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from cb_kernels import LayerStack, StackShape, can_pair
+from cb_kernels import LayerStack, PagedStep, RaggedBatch, StackShape, can_pair, paired_views
+from torch import Tensor
 
 from cb_backend.config import EngineConfig
 from cb_backend.runtime.models.decoder import Decoder
@@ -105,3 +107,40 @@ def test_a_stack_refuses_what_the_library_would_misread(tmp_path: Path) -> None:
         shape = StackShape(heads=heads, kv_heads=kv_heads, dim=dim, soft_cap=None, **facts)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="cannot be run in one call"):
             LayerStack(stack._weights, shape)
+
+
+def test_a_stack_refuses_a_step_that_the_library_would_misread(tmp_path: Path) -> None:
+    stack = load(PLAIN[0], tmp_path)._stack
+    assert stack is not None
+    bf16, blocks, size = torch.bfloat16, 3, 16
+
+    def caches(count: int = 3, dtype: torch.dtype = bf16) -> list[tuple[Tensor, Tensor]]:
+        pools = torch.zeros(count, 2, 2, blocks, size * 32, dtype=dtype)
+        return [paired_views(k, v, size) for k, v in pools]
+
+    x, slots = torch.zeros(5, 48, dtype=bf16), torch.arange(5)
+    turns = [(torch.ones(5, 1, 32, dtype=bf16), torch.zeros(5, 1, 32, dtype=bf16))]
+    batch = RaggedBatch(torch.zeros(1, 1, dtype=torch.int32), [0, 5], [5], size)
+    assert stack(x, turns, PagedStep(caches(), batch, slots)).shape == (5, 48)
+    other_batch = RaggedBatch(torch.zeros(1, 1, dtype=torch.int32), [0, 5], [5], 32)
+    wide = [(turns[0][0].expand(5, 2, 32), turns[0][1])]
+    copied = [(k.contiguous(), v) for k, v in caches()]
+    mixed = [*caches(2), tuple(one[1:] for one in caches(1)[0])]
+    wrong: list[tuple[str, Tensor, Any, PagedStep]] = [
+        ("x must be", x[1:], turns, PagedStep(caches(), batch, slots)),
+        ("x must be", x.float(), turns, PagedStep(caches(), batch, slots)),
+        ("need as many slots", x, turns, PagedStep(caches(), batch, slots[1:])),
+        ("name 1 turns, got 0", x, [], PagedStep(caches(), batch, slots)),
+        ("cos and sin", x, wide, PagedStep(caches(), batch, slots)),
+        ("cos and sin", x, [(x.float(), x)], PagedStep(caches(), batch, slots)),
+        ("3 layers, 2 caches", x, turns, PagedStep(caches(2), batch, slots)),
+        ("must be bfloat16", x, turns, PagedStep(caches(3, torch.float16), batch, slots)),
+        ("not all caches", x, turns, PagedStep(mixed, batch, slots)),  # type: ignore[list-item]
+        ("no paired cache", x, turns, PagedStep(copied, batch, slots)),
+        ("the caches must be", x, turns, PagedStep(caches(), other_batch, slots)),
+    ]
+    for message, x_given, turns_given, step in wrong:
+        with pytest.raises(ValueError, match=message):
+            stack(x_given, turns_given, step)
+    with pytest.raises(IndexError, match="not there"):
+        stack(x, turns, PagedStep(caches(), batch, slots + blocks * size))

@@ -3,6 +3,7 @@ that it should not, and writes nothing else."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from cb_kernels.triton.attention_plan import Heads, decode_segment, segments
 from cb_kernels.triton.chips import CHIPS
 from torch import Tensor
 
-from tests.kernels.cases import SENTINEL, Case, Inputs, make_inputs
+from tests.kernels.cases import SENTINEL, Case, Inputs, attend, make_inputs
 
 # Unit roundoff: half a unit in the last place of a number.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -54,18 +55,8 @@ def _attend(
     slopes: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    return paged_attention(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.batch,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.sliding_window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-        alibi_slopes=slopes,
-        scales=scales,
-    )
+    given = functools.partial(paged_attention, alibi_slopes=slopes, scales=scales)
+    return attend(given, inputs, case)
 
 
 def _expected(
@@ -79,23 +70,9 @@ def _expected(
     Each weight is rounded before it meets its value, and the result is: so the difference is at
     most a roundoff of the sum of weight * |value|, and one of the result. Else all is in float32.
     """
-
-    def attention(v_cache: Tensor) -> Tensor:
-        return reference.paged_attention(
-            inputs.q,
-            inputs.k_cache,
-            v_cache,
-            inputs.batch,
-            scale=case.head_dim**-0.5,
-            sliding_window=case.sliding_window,
-            soft_cap=case.soft_cap,
-            sinks=inputs.sinks,
-            alibi_slopes=slopes,
-            scales=scales,
-        )
-
-    exact = attention(inputs.v_cache)
-    sizes = attention(inputs.v_cache.to(torch.float64).abs())
+    given = functools.partial(reference.paged_attention, alibi_slopes=slopes, scales=scales)
+    absolute = replace(inputs, v_cache=inputs.v_cache.to(torch.float64).abs())
+    exact, sizes = attend(given, inputs, case), attend(given, absolute, case)
     return exact, 1.01 * ROUNDOFF[inputs.q.dtype] * (exact.abs() + sizes) + 2e-6
 
 

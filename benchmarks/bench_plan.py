@@ -183,7 +183,7 @@ def bench(rate: float, num_requests: int, num_rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second (default 1)")
-    parser.add_argument("--requests", type=int, default=20, help="of each round (default 20)")
-    parser.add_argument("--rounds", type=int, default=6, help="half of them fitted (default 6)")
+    parser.add_argument("--requests", type=int, default=40, help="of each round (default 40)")
+    parser.add_argument("--rounds", type=int, default=8, help="half of them fitted (default 8)")
     arguments = parser.parse_args()
     bench(arguments.rate, arguments.requests, arguments.rounds)

@@ -132,11 +132,15 @@ def _recorded_steps(recording: Recording) -> tuple[list[StepWork], list[float]]:
 
 
 def _prices(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Least squares where each step counts alike, short or long; no price below 0."""
+    """Least squares where each second counts alike, of short steps or long; no price below 0.
+
+    Steps that carry prompts are few, long, and all that a TTFT is made of.
+    """
     expected = np.full(len(seconds), seconds.mean())
     for _ in range(NUM_REWEIGHTINGS):
         # By what a step should take: by what it took, the fast ones would count for more.
-        prices = _without_negatives(matrix / expected[:, None], seconds / expected)
+        weights = 1 / np.sqrt(expected)
+        prices = _without_negatives(matrix * weights[:, None], seconds * weights)
         expected = np.maximum(matrix @ prices, seconds.min())
     return prices
 

@@ -24,7 +24,7 @@ class Policy:
     keeps_accounts = False  # whether `charged` wants to be told of every step
 
     def key(self, request: Request) -> Key:
-        """The request's place, fixed while the request lives: the smallest is admitted first, gets its
+        """The request's place, which stays while it lives: the smallest is admitted first, gets its
         blocks first, and is the last to be preempted when blocks run out."""
         return (request.sequence,)
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from cb_backend.runtime.device import choose_dtype
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import ModelGeometry
-from cb_backend.runtime.models.loader import read_config
+from cb_backend.runtime.models.model_config import read_config
 from cb_backend.runtime.models.spec import DecoderSpec
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cb_backend.runtime.models.loader import read_config
+from cb_backend.runtime.models.model_config import read_config
 from cb_backend.runtime.models.spec import DecoderSpec, NotCoveredError, decoder_spec
 
 

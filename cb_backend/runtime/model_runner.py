@@ -35,7 +35,8 @@ from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
-from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
+from cb_backend.runtime.models.loader import eos_token_ids, load_model
+from cb_backend.runtime.models.model_config import read_config
 from cb_backend.runtime.sampler import sample
 from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import StepInputs, TokenBatch

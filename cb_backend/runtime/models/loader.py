@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ModelError
 from cb_backend.runtime.device import choose_dtype
 from cb_backend.runtime.models.checkpoint import Checkpoint
 from cb_backend.runtime.models.interface import CausalModel
+from cb_backend.runtime.models.model_config import read_config, transformers_config
 from cb_backend.runtime.models.native_loader import NativeLoader
 from cb_backend.runtime.models.spec import NotCoveredError, decoder_spec
+
+if TYPE_CHECKING:
+    from cb_backend.runtime.models.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,32 +49,10 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[CausalModel,
     # Here, since it imports transformers' modelling code: two seconds, and triton where it exists.
     from cb_backend.runtime.models.transformers_fallback import load_fallback
 
-    return load_fallback(folder, model_config, dtype, device), "transformers"
+    return load_fallback(folder, transformers_config(folder), dtype, device), "transformers"
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"no model in {folder}: config.json is missing", field="model")
-    try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-        if model_type not in CONFIG_MAPPING:
-            raise ModelError(
-                f"transformers {transformers.__version__} does not know model_type"
-                f" {model_type!r} of {folder}; code that comes with a model is never run",
-                field="model",
-            )
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except ModelError:
-        raise
-    except Exception as error:  # each architecture checks its fields in ways of its own
-        raise ModelError(f"cannot use the config in {folder}: {error}", field="model") from error
-    return config
-
-
-def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """The ids that end a text: the generation config's, else the model config's."""
     path = folder / "generation_config.json"
     eos: Any = None
@@ -89,7 +69,10 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def _load_native(
-    folder: Path, model_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> CausalModel:
     spec = decoder_spec(model_config)
     with Checkpoint(folder) as checkpoint:

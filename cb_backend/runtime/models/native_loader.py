@@ -7,10 +7,10 @@ packed for the device: at no time do two copies of the whole model exist. Engine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from cb_backend.errors import ModelError
 from cb_backend.runtime.models.checkpoint import Checkpoint
@@ -27,6 +27,9 @@ from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, NotCoveredError
 
+if TYPE_CHECKING:
+    from cb_backend.runtime.models.model_config import ModelConfig
+
 # Kept by old checkpoints although they follow from the config.
 _DERIVED = ("rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
 
@@ -38,7 +41,7 @@ class NativeLoader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: PretrainedConfig,
+        config: ModelConfig,
         spec: DecoderSpec,
         *,
         dtype: torch.dtype,

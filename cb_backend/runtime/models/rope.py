@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from cb_kernels import rope
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+if TYPE_CHECKING:
+    from cb_backend.runtime.models.model_config import ModelConfig
 
 # Their frequencies change with the length of the sequence. Up to the length the model was trained
 # on they are constant, so that is where the context of such a model ends here.
@@ -17,7 +20,7 @@ class Rope:
     """cos and sin of a step's positions, shaped to turn [T, H, D] in three operations."""
 
     def __init__(
-        self, config: PretrainedConfig, layer_type: str | None, head_dim: int, device: torch.device
+        self, config: ModelConfig, layer_type: str | None, head_dim: int, device: torch.device
     ) -> None:
         inv_freq, self._scaling = _frequencies(config, layer_type, head_dim)
         self._inv_freq = inv_freq.to(device=device, dtype=torch.float32)
@@ -40,14 +43,14 @@ class Rope:
         return rope(x, *turns, self.half)
 
 
-def rope_parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, object]:
+def rope_parameters(config: ModelConfig, layer_type: str | None) -> dict[str, object]:
     parameters: dict[str, object] = config.rope_parameters
     nested = parameters.get(layer_type) if layer_type is not None else None
     return nested if isinstance(nested, dict) else parameters
 
 
 def _frequencies(
-    config: PretrainedConfig, layer_type: str | None, head_dim: int
+    config: ModelConfig, layer_type: str | None, head_dim: int
 ) -> tuple[Tensor, float]:
     parameters = rope_parameters(config, layer_type)
     rope_type = str(parameters["rope_type"])
@@ -56,6 +59,9 @@ def _frequencies(
         rotary = int(head_dim * float(share))  # type: ignore[arg-type]
         exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
         return 1.0 / (float(parameters["rope_theta"]) ** exponents), 1.0  # type: ignore[arg-type]
+    # Here, since it costs a second of imports.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     nested = layer_type if parameters is not config.rope_parameters else None
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
         config, torch.device("cpu"), layer_type=nested

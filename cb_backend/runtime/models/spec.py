@@ -1,4 +1,4 @@
-"""Turns a transformers config into the features the native decoder builds from.
+"""Turns a model's config into the features the native decoder builds from.
 
 A family is listed only when every feature of its config is understood here; anything else makes
 `decoder_spec` say why not, and the model goes to the transformers fallback instead.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from cb_backend.runtime.models.rope import LENGTH_DEPENDENT, rope_parameters
+
+if TYPE_CHECKING:
+    from cb_backend.runtime.models.model_config import ModelConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -84,7 +86,7 @@ class DecoderSpec:
     attention_soft_cap: float | None = None
 
 
-def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
+def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """Raises NotCoveredError with the reason."""
     family = _FAMILIES.get(config.model_type)
     if family is None:
@@ -104,7 +106,7 @@ def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     return spec
 
 
-def max_context(config: PretrainedConfig) -> int:
+def max_context(config: ModelConfig) -> int:
     """Tokens the model can take; to where its rotation is constant if that depends on length."""
     context: int = config.max_position_embeddings
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -115,7 +117,7 @@ def max_context(config: PretrainedConfig) -> int:
     return context
 
 
-def _common(config: PretrainedConfig) -> DecoderSpec:
+def _common(config: ModelConfig) -> DecoderSpec:
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
@@ -139,29 +141,29 @@ def _common(config: PretrainedConfig) -> DecoderSpec:
     )
 
 
-def _llama(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _llama(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     return common
 
 
-def _mistral(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _mistral(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     layer = LayerSpec(sliding_window=config.sliding_window)
     return replace(common, layers=(layer,) * config.num_hidden_layers)
 
 
-def _qwen2(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _qwen2(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(_typed_layers(config, common), qkv_bias=True, output_bias=False)
 
 
-def _qwen3(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _qwen3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(_typed_layers(config, common), head_norms=True)
 
 
-def _phi3(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _phi3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     spec = replace(_mistral(config, common), fused_weights=True)
     return replace(spec, qkv_bias=False, output_bias=False, mlp_bias=False)
 
 
-def _gemma(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _gemma(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     if getattr(config, "use_bidirectional_attention", None):
         raise NotCoveredError("bidirectional attention")
     return replace(
@@ -169,7 +171,7 @@ def _gemma(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
     )
 
 
-def _gemma2(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _gemma2(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(
         _typed_layers(config, _gemma(config, common)),
         post_norms=True,
@@ -180,14 +182,14 @@ def _gemma2(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
     )
 
 
-def _gemma3(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _gemma3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     spec = replace(_gemma2(config, common), head_norms=True, attention_soft_cap=None)
     kinds = config.layer_types
     layers = (replace(layer, rope=kind) for layer, kind in zip(spec.layers, kinds, strict=True))
     return replace(spec, layers=tuple(layers))
 
 
-def _smollm3(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _smollm3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     spec = _typed_layers(config, common)
     if not config.use_sliding_window:
         spec = common
@@ -198,7 +200,7 @@ def _smollm3(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(spec, layers=tuple(layers))
 
 
-def _granite(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _granite(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(
         common,
         attention_scale=config.attention_multiplier,
@@ -208,11 +210,11 @@ def _granite(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
     )
 
 
-def _olmo2(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _olmo2(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(common, pre_norms=False, post_norms=True, width_norms=True, mlp_bias=False)
 
 
-def _mixtral(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _mixtral(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     experts = ExpertsSpec(
         num_experts=config.num_local_experts,
         top_k=config.num_experts_per_tok,
@@ -228,7 +230,7 @@ def _mixtral(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(spec, qkv_bias=False, output_bias=False)
 
 
-def _qwen3_moe(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
+def _qwen3_moe(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     experts = ExpertsSpec(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
@@ -252,7 +254,7 @@ def _qwen3_moe(config: PretrainedConfig, common: DecoderSpec) -> DecoderSpec:
     return replace(common, layers=tuple(layers), head_norms=True)
 
 
-def _typed_layers(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+def _typed_layers(config: ModelConfig, spec: DecoderSpec) -> DecoderSpec:
     """Windows where the config's layer_types say so."""
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if unknown := set(config.layer_types) - set(windows):
@@ -264,7 +266,7 @@ def _typed_layers(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, layers=tuple(layers))
 
 
-_FAMILIES: dict[str, Callable[[PretrainedConfig, DecoderSpec], DecoderSpec]] = {
+_FAMILIES: dict[str, Callable[[ModelConfig, DecoderSpec], DecoderSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
@@ -32,16 +34,13 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
     def build() -> Engine:
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)
-        # Imports torch and transformers: seconds that the caller's thread need not wait for.
-        from cb_backend.runtime.model_runner import load_model_runner
+        with _loaded_for_good():
+            # Imports torch: a second that the caller's thread need not wait for.
+            from cb_backend.runtime.model_runner import load_model_runner
 
-        engine = Engine(config, load_model_runner(config), clock=time.monotonic, recording=recorder)
+            runner = load_model_runner(config)
+        engine = Engine(config, runner, clock=time.monotonic, recording=recorder)
         restore_cache(engine)
-        # What is loaded by now stays: a full collection would go through all of it, and stop the
-        # engine for a tenth of a second.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
         return engine
 
     thread = EngineThread(
@@ -49,3 +48,20 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
     )
     thread.start()
     return AsyncEngine(config, thread)
+
+
+@contextmanager
+def _loaded_for_good() -> Iterator[None]:
+    """What is made meanwhile stays, so garbage collection has no business with it: neither now (a
+    fifth of the time that torch takes to import) nor later, when a full collection would go
+    through all of it and stop the engine for a tenth of a second."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -33,7 +33,7 @@ from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
-from cb_backend.runtime.memory import available_bytes
+from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
@@ -54,6 +54,7 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
     device = choose_device(config.device)
     with torch.inference_mode():
         model, implementation = load_model(config, device)
+        give_back_free_memory()
         cache_spec = size_kv_cache(config, model.geometry, dtype=model.dtype, device=device)
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)

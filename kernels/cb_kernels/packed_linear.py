@@ -38,6 +38,19 @@ class PackedLinear:
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows [T, K] of the weight as it was before it was packed, ungated. Raises IndexError."""
+        first, last = (int(index) for index in indices.aminmax()) if len(indices) else (0, 0)
+        if first < 0 or last >= self.width:
+            raise IndexError(f"rows {first} to {last} of a weight of {self.width} rows")
+        pairs = self.packed.view(torch.int32).squeeze(-1)  # [N / 64, K / 2, 64]
+        panel = pairs.shape[2]
+        return pairs[indices // panel, :, indices % panel].view(torch.bfloat16)
+
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLinear | None:
     """A weight [N, K], copied into the kernel's layout; None where there is no kernel for it.

@@ -6,10 +6,10 @@ Works on one flat row of tokens [T, hidden] of several requests. Engine thread.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from cb_kernels import LayerStack, rms_norm
 from torch import Tensor, nn
 
+from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.interface import Attention, ModelGeometry
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.rope import Rope
@@ -25,7 +25,7 @@ class Decoder(nn.Module):
         self,
         spec: DecoderSpec,
         *,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
         lm_head: Linear,
@@ -34,7 +34,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = embedding  # [V, hidden]
+        self.embedding = embedding
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.lm_head = lm_head
@@ -60,7 +60,7 @@ class Decoder(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
     ) -> Tensor:
-        x = F.embedding(token_ids, self.embedding)  # [T, hidden]
+        x = self.embedding(token_ids)  # [T, hidden]
         if self.spec.embedding_scale != 1.0:
             # In the model's dtype, as the model was trained: 55.4256 is 55.5 in bfloat16.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)

@@ -85,10 +85,9 @@ _ALLOWED: Checks = {
     "head_dim": _is_count_or_none,
     **dict.fromkeys(("dtype", "torch_dtype"), _is_anything),  # see _dtype
     **dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"), _is_anything),
-    **dict.fromkeys(("_name_or_path", "architectures", "attention_dropout"), _is_anything),
-    **dict.fromkeys(("bos_token_id", "initializer_range", "pad_token_id"), _is_anything),
-    **dict.fromkeys(("pretraining_tp", "transformers_version", "unk_token_id"), _is_anything),
-    "use_cache": _is_anything,
+    **dict.fromkeys(("architectures", "attention_dropout", "bos_token_id"), _is_anything),
+    **dict.fromkeys(("initializer_range", "pad_token_id", "pretraining_tp"), _is_anything),
+    **dict.fromkeys(("transformers_version", "unk_token_id", "use_cache"), _is_anything),
 }
 
 
@@ -142,6 +141,7 @@ def stated_config(fields: Any) -> StatedConfig | None:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in _STATED_BY:
         return None
+    fields = {name: value for name, value in fields.items() if not name.startswith("_")}
     stated = _STATED | _STATED_BY[model_type]
     checks = stated | _ALLOWED
     if stated.keys() - fields.keys() or fields.keys() - checks.keys():

@@ -21,6 +21,7 @@ from cb_backend.runtime.models.decoder import (
     RMSNorm,
     SelfAttention,
 )
+from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.layer_stack import layer_stack
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
@@ -59,16 +60,8 @@ class NativeLoader:
 
     def load(self) -> Decoder:
         spec = self._spec
-        embedding_name = "model.embed_tokens.weight"
-        embedding = self._tensor([embedding_name], (spec.vocab_size, spec.hidden_size))
+        embedding, lm_head = self._embedding_and_head()
         layers = [self._layer(index, layer) for index, layer in enumerate(spec.layers)]
-        if spec.tied_embeddings:
-            # The embedding is read by rows, so the packed product needs a copy of its own.
-            lm_head = Linear(embedding)
-            lm_head.pack()
-            self._checkpoint.unread.discard("lm_head.weight")
-        else:
-            lm_head = self._linear(["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
         norm = self._norm("model.norm", spec.hidden_size)
         ignored = [name for name in self._checkpoint.unread if not name.endswith(_DERIVED)]
         if ignored:
@@ -83,6 +76,17 @@ class NativeLoader:
             stack=layer_stack(spec, layers, self._ropes),
         )
         return decoder.eval()
+
+    def _embedding_and_head(self) -> tuple[Embedding, Linear]:
+        spec = self._spec
+        weight = self._tensor(["model.embed_tokens.weight"], (spec.vocab_size, spec.hidden_size))
+        if not spec.tied_embeddings:
+            head = self._linear(["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
+            return Embedding(weight), head
+        self._checkpoint.unread.discard("lm_head.weight")
+        head = Linear(weight)
+        head.pack()
+        return Embedding(weight if head.kernel is None else head.kernel), head
 
     def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
         spec, prefix = self._spec, f"model.layers.{index}"

@@ -10,7 +10,7 @@ import cb_kernels
 import numpy as np
 import numpy.typing as npt
 import torch
-from cb_kernels import SamplingParameters, uses_triton
+from cb_kernels import SamplingParameters, argmax, uses_triton
 from torch import Tensor
 
 from cb_backend.runtime.token_batch import SamplingRows
@@ -33,7 +33,7 @@ def sample(
     if uses_triton(logits):
         chosen, drawable = cb_kernels.sample(logits, _on_device(rows, logits.device))
         return chosen.cpu().numpy(), drawable.cpu().numpy()
-    best, best_logits = _argmax(logits)
+    best, best_logits = argmax(logits)
     sound = torch.isfinite(best_logits)
     drawn = torch.from_numpy(rows.temperature > 0).to(logits.device) & sound
     tokens = best
@@ -64,23 +64,6 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index [R] of each row's largest logit and its value; a NaN counts as largest.
-
-    By blocks: torch reduces bfloat16 to indices one element at a time, but maxima by vectors.
-    """
-    num_rows, vocab_size = logits.shape
-    block = _block_size(vocab_size)
-    if block < _SMALLEST_BLOCK:
-        values, index = logits.float().max(-1)
-        return index, values
-    blocks = logits.reshape(num_rows, -1, block)
-    values, best_block = blocks.amax(-1).float().max(-1)
-    row = torch.arange(num_rows, device=logits.device)
-    index = blocks[row, best_block].float().argmax(-1)
-    return best_block * block + index, values
 
 
 def _select(rows: SamplingRows, index: Tensor) -> SamplingRows:

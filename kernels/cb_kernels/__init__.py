@@ -1,6 +1,7 @@
 """Operations on a paged KV cache and around it. Each has a plain torch reference; knows nothing of
 cb_backend."""
 
+from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
 from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
@@ -28,6 +29,7 @@ __all__ = [
     "StackShape",
     "Workspace",
     "add_rms_norm",
+    "argmax",
     "attention_path",
     "can_pair",
     "copy_blocks",

@@ -7,163 +7,10 @@
    A paired cache lies as the products want it: K of a head's block is [D / 2, block_size] of pairs
    along D, V is [block_size / 2, D] of pairs of tokens. Otherwise a token's D stand together, and
    each tile is turned first. */
+#include <omp.h>
 #include <stdlib.h>
 
-#include "product.h"
-
-#define KEYS 64      /* of a tile */
-#define MOST_DIM 256
-#define MOST_QUERIES 48 /* rows of a job, unless one token alone has more query heads */
-#define MOST_GROUP 64
-#define LOG2_E 1.44269504f
-
-struct problem {
-    const void *q;  /* [T, H_q, D]: q_stride between tokens */
-    const void *k, *v;
-    void *out;      /* [T, H_q, D], contiguous */
-    const int32_t *table, *starts, *lens;
-    const float *sinks;
-    int64_t q_stride, table_stride, block_stride, slot_stride, head_stride;
-    int64_t heads, kv_heads, dim, block_size, window;
-    float scale, soft_cap; /* 0: none */
-};
-
-struct job {
-    int32_t row, first, count; /* tokens of the row, counted from its first query */
-};
-
-/* Dwords of one operand row: float, or pairs of bfloat16. */
-struct tile {
-    uint32_t q[MOST_GROUP * MOST_DIM];
-    uint32_t k[KEYS * MOST_DIM]; /* [D, KEYS]: keys along the vectors */
-    uint32_t v[KEYS * MOST_DIM]; /* [KEYS, D] */
-    float scores[MOST_GROUP * KEYS];
-    uint32_t weights[MOST_GROUP * KEYS];
-    float sums[MOST_GROUP * MOST_DIM];
-    float best[MOST_GROUP], total[MOST_GROUP];
-};
-
-INLINE void copy_row(uint32_t *to, const void *from, int64_t index, int dim, int bf16, int pairs) {
-    if (pairs)
-        memcpy(to, (const uint16_t *)from + index, dim * 2);
-    else
-        for (int i = 0; i < dim; i += LANES) store((float *)to + i, load_as(from, index + i, bf16));
-}
-
-#if defined(__AVX512F__)
-/* The 16 x 16 dwords of 16 rows, at column `first`, turned: row d of `to` holds column d. */
-INLINE void turn_block(const uint32_t *const rows[LANES], int first, int count, uint32_t *to) {
-    __m512i a[16], b[16];
-    __mmask16 kept = (__mmask16)((1u << count) - 1);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi32(kept, rows[i] + first);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            a[4 * i + 2 * j] = _mm512_unpacklo_epi64(b[4 * i + j], b[4 * i + j + 2]);
-            a[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(b[4 * i + j], b[4 * i + j + 2]);
-        }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) { /* a[4 i + j]: columns j, j + 4, ... of rows 4 i to 4 i + 3 */
-        __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
-        __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-        b[j] = _mm512_shuffle_i32x4(low, high, 0x88);
-        b[8 + j] = _mm512_shuffle_i32x4(low, high, 0xdd);
-        low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-        high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-        b[4 + j] = _mm512_shuffle_i32x4(low, high, 0x88);
-        b[12 + j] = _mm512_shuffle_i32x4(low, high, 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        if (i < count) _mm512_storeu_si512(to + i * KEYS, b[i]);
-}
-#else
-INLINE void turn_block(const uint32_t *const rows[LANES], int first, int count, uint32_t *to) {
-    for (int i = 0; i < count; i++)
-        for (int key = 0; key < LANES; key++) to[i * KEYS + key] = rows[key][first + i];
-}
-#endif
-
-/* K of `num` keys at `index` elements into tile->k; keys past them are zero. */
-INLINE void turn_keys(struct tile *t, const void *cache, const int64_t *index, int num, int dim,
-                      int bf16, int pairs) {
-    static const uint32_t zeros[MOST_DIM];
-    int dwords = pairs ? dim / 2 : dim;
-    for (int start = 0; start < num; start += LANES) {
-        const uint32_t *rows[LANES];
-        uint32_t wide[bf16 && !pairs ? LANES * MOST_DIM : 1];
-        for (int i = 0; i < LANES; i++) {
-            rows[i] = start + i < num ? at(cache, index[start + i], bf16) : zeros;
-            if (bf16 && !pairs && start + i < num) {
-                copy_row(wide + i * dim, cache, index[start + i], dim, 1, 0);
-                rows[i] = wide + i * dim;
-            }
-        }
-        for (int d = 0; d < dwords; d += LANES) {
-            int count = dwords - d < LANES ? dwords - d : LANES;
-            turn_block(rows, d, count, t->k + d * KEYS + start);
-        }
-    }
-}
-
-/* V of `num` keys into tile->v [num, D], or [num / 2, D] of pairs of keys; an odd key's partner
-   is zero. */
-INLINE void take_values(struct tile *t, const void *cache, const int64_t *index, int num, int dim,
-                        int bf16, int pairs) {
-    if (!pairs) {
-        for (int i = 0; i < num; i++) copy_row(t->v + i * dim, cache, index[i], dim, bf16, 0);
-        return;
-    }
-    const uint16_t *values = cache;
-    for (int i = 0; i < num; i += 2)
-        for (int d = 0; d < dim; d += LANES) {
-            vu low = __builtin_convertvector(*(const vh_any *)(values + index[i] + d), vu);
-            vu high = {};
-            if (i + 1 < num)
-                high = __builtin_convertvector(*(const vh_any *)(values + index[i + 1] + d), vu);
-            store((float *)t->v + i / 2 * dim + d, (vf)(low | high << 16));
-        }
-}
-
-/* Scores of one query [KEYS] to weights, of which the keys [from, to) are visible. */
-INLINE void weigh(struct tile *t, const struct problem *p, int query, int vectors, int from, int to,
-                  int pairs) {
-    float *scores = t->scores + query * KEYS;
-    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vf best = splat(-INFINITY), total = {};
-    int masks = from > 0 || to < vectors * LANES;
-    for (int j = 0; j < vectors; j++) {
-        vf x = load(scores + j * LANES) * (p->soft_cap > 0 ? p->scale : p->scale * LOG2_E);
-        if (p->soft_cap > 0) x = p->soft_cap * LOG2_E * tanh_of(x / p->soft_cap);
-        vi key = lanes + j * LANES;
-        if (masks) x = choose((key >= from) & (key < to), x, splat(-INFINITY));
-        store(scores + j * LANES, x);
-        best = maximum(best, x);
-    }
-    float known = t->best[query], now = max_of(best);
-    now = now > known ? now : known;
-    for (int j = 0; j < vectors; j++) {
-        vf x = load(scores + j * LANES) - now;
-        x = from < to ? (pairs ? rough_exp2_of(x) : exp2_of(x)) : (vf){};
-        total += x;
-        store_as(t->weights + query * (pairs ? KEYS / 2 : KEYS), j * LANES, x, pairs);
-    }
-    if (now > known) { /* what is there was weighed against a smaller score */
-        float factor = exp2_of(splat(known - now))[0];
-        float *sums = t->sums + query * p->dim;
-        for (int d = 0; d < p->dim; d += LANES) store(sums + d, load(sums + d) * factor);
-        t->total[query] *= factor;
-        t->best[query] = now;
-    }
-    t->total[query] += sum_of(total);
-}
+#include "tile.h"
 
 /* The keys [first, first + num) of a row: where each starts, in elements. */
 INLINE void locate(const struct problem *p, int row, int head, int first, int num, int64_t *index) {
@@ -217,6 +64,38 @@ INLINE void add_paired_values(struct tile *t, const struct problem *p, int row, 
     }
 }
 
+/* The keys [*start, *stop) that a job's queries see. */
+INLINE void seen_keys(const struct problem *p, const struct job *job, int paired, int *start,
+                      int *stop) {
+    int num_queries = p->starts[job->row + 1] - p->starts[job->row];
+    int own = p->lens[job->row] - num_queries + job->first; /* the first query's own key */
+    *stop = own + job->count;
+    *start = p->window && own >= p->window ? own - (int)p->window + 1 : 0;
+    if (paired) *start -= *start % LANES;
+}
+
+/* What a later job is going to read of a paired cache. */
+struct fetch {
+    int row, head, key, stop;
+};
+
+/* Into L2, a tile at a time: a decoding row's blocks are new to the caches, and hardware follows
+   them no further than a page. */
+INLINE void fetch_tile(const struct problem *p, struct fetch *f) {
+    for (int i = 0, part; i < KEYS && f->key < f->stop; i += part, f->key += part) {
+        part = keys_in_block(p, f->key, f->stop - f->key);
+        if (part > KEYS - i) part = KEYS - i;
+        /* Not just these keys' bytes, K lies across its block; but as many, and all in the end. */
+        int64_t first = f->key % p->block_size * p->dim * 2, size = part * p->dim * 2;
+        const char *k = (const char *)paired_block(p, p->k, f->row, f->head, f->key) + first;
+        const char *v = (const char *)paired_block(p, p->v, f->row, f->head, f->key) + first;
+        for (int64_t at = 0; at < size; at += LINE) {
+            __builtin_prefetch(k + at, 0, 2);
+            __builtin_prefetch(v + at, 0, 2);
+        }
+    }
+}
+
 INLINE void attend_tile(struct tile *t, const struct problem *p, const struct job *job, int head,
                         int start, int num, int bf16, int pairs, int paired) {
     int group = (int)(p->heads / p->kv_heads), dim = (int)p->dim, depth = pairs ? dim / 2 : dim;
@@ -245,9 +124,9 @@ INLINE void attend_tile(struct tile *t, const struct problem *p, const struct jo
 }
 
 INLINE void attend(struct tile *t, const struct problem *p, const struct job *job, int head,
-                   int bf16, int pairs, int paired) {
+                   int bf16, int pairs, int paired, struct fetch *later) {
     int group = (int)(p->heads / p->kv_heads), dim = (int)p->dim;
-    int queries = job->count * group;
+    int queries = job->count * group, start, stop;
     int64_t token = p->starts[job->row] + job->first;
     for (int i = 0; i < queries; i++) {
         int64_t query_head = head * group + i % group;
@@ -257,14 +136,12 @@ INLINE void attend(struct tile *t, const struct problem *p, const struct job *jo
         t->total[i] = p->sinks ? 1.0f : 0.0f;
     }
     memset(t->sums, 0, queries * dim * sizeof(float));
-    int num_queries = p->starts[job->row + 1] - p->starts[job->row];
-    int first_last = p->lens[job->row] - num_queries + job->first; /* first query's own key */
-    int stop = first_last + job->count;
-    int start = p->window && first_last >= p->window ? first_last - (int)p->window + 1 : 0;
-    if (paired) start -= start % LANES;
-    for (; start < stop; start += KEYS)
+    seen_keys(p, job, paired, &start, &stop);
+    for (; start < stop; start += KEYS) {
+        if (paired) fetch_tile(p, later);
         attend_tile(t, p, job, head, start, stop - start < KEYS ? stop - start : KEYS, bf16, pairs,
                     paired);
+    }
     for (int i = 0; i < queries; i++) {
         int64_t to = ((token + i / group) * p->heads + head * group + i % group) * dim;
         for (int d = 0; d < dim; d += LANES)
@@ -302,6 +179,17 @@ static int tables_fit(const struct problem *p, int64_t rows, int64_t num_blocks)
     return 1;
 }
 
+/* The keys of job `i` of all heads' if it is one token's: the products of more are slower than
+   memory. */
+INLINE struct fetch later_job(const struct problem *p, const struct job *jobs, int64_t num_jobs,
+                              int64_t i) {
+    struct fetch f = {};
+    if (i >= num_jobs * p->kv_heads || jobs[i / p->kv_heads].count > 1) return f;
+    f.row = jobs[i / p->kv_heads].row, f.head = (int)(i % p->kv_heads);
+    seen_keys(p, &jobs[i / p->kv_heads], 1, &f.key, &f.stop);
+    return f;
+}
+
 /* All jobs for all KV heads, by the threads that call this together; a tile each. */
 INLINE void attend_by_team(const struct problem *p, const struct job *jobs, int64_t num_jobs,
                            struct tile *t, int bf16, int paired) {
@@ -309,12 +197,14 @@ INLINE void attend_by_team(const struct problem *p, const struct job *jobs, int6
     for (int64_t i = 0; i < num_jobs * p->kv_heads; i++) {
         const struct job *job = &jobs[i / p->kv_heads];
         int head = (int)(i % p->kv_heads);
-        if (!bf16)
-            attend(t, p, job, head, 0, 0, 0);
-        else if (HAS_PAIRS && paired)
-            attend(t, p, job, head, 1, 1, 1);
-        else
-            attend(t, p, job, head, 1, HAS_PAIRS, 0);
+        if (!bf16) {
+            attend(t, p, job, head, 0, 0, 0, NULL);
+        } else if (HAS_PAIRS && paired) {
+            struct fetch later = later_job(p, jobs, num_jobs, i + omp_get_num_threads());
+            attend(t, p, job, head, 1, 1, 1, &later);
+        } else {
+            attend(t, p, job, head, 1, HAS_PAIRS, 0, NULL);
+        }
     }
 }
 

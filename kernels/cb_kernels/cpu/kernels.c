@@ -2,4 +2,5 @@
 #include "attention.c"
 #include "linear.c"
 #include "pointwise.c"
+#include "argmax.c"
 #include "layers.c"

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, Sequence[object]] = {
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _FLOAT, _INT, _POINTER),
         *[_INT64] * 3,
     ),
+    "cb_argmax": (*[_POINTER] * 3, _INT64, _INT64, _INT),
     "cb_layers": (_POINTER, _POINTER, _POINTER),
     "cb_has_pairs": (),
 }

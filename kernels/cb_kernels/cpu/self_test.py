@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cb_kernels import torch_impl
+from cb_kernels.cpu.argmax import argmax
 from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.ragged import RaggedBatch
 
@@ -17,7 +18,7 @@ _ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 def fault_of(kernels: Kernels) -> str | None:
     """The first operation that differs from torch, or None."""
     for dtype in _ALLOWED:
-        checks = {"attention": _attention, "rms_norm": _rms_norm, "rope": _rope}
+        checks = {"attention": _attention, "rms_norm": _rms_norm, "rope": _rope, "argmax": _argmax}
         if kernels.has_linear and dtype == torch.bfloat16:
             checks |= {"linear": _linear, "gated linear": _gated}
         for name, check in checks.items():
@@ -64,6 +65,11 @@ def _rope(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     expected = torch_impl.rope(x, turns[0], turns[1], 32)
     # Past the rotary part the kernel leaves x, where torch multiplies: these cos are not 1.
     return kernels.rope(x.clone(), turns[0], turns[1], 32)[..., :64], expected[..., :64]
+
+
+def _argmax(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = _numbers(3, 1200, dtype=dtype)
+    return argmax(kernels.library, x)[0], x.float().argmax(-1)
 
 
 def _linear(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,14 @@ INLINE vf load_as(const void *p, int64_t index, int bf16) {
     return bf16 ? load_bf16((const uint16_t *)p + index) : load((const float *)p + index);
 }
 
+INLINE float one_of(const void *p, int64_t index, int bf16) {
+    if (!bf16) return ((const float *)p)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)p)[index] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
 INLINE void store_as(void *p, int64_t index, vf x, int bf16) {
     if (bf16)
         store_bf16((uint16_t *)p + index, x);

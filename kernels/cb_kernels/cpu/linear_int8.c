@@ -26,6 +26,7 @@
 #define COLUMNS 64         /* of a panel */
 #define ROWS_OF_A_JOB 96   /* at most: its float sums are 24 KiB, within L1 */
 #define GROUPS_AT_A_TIME 4 /* of a panel: 16 KiB, within L1 */
+#define INT8_ROWS 3
 #define SMALLEST 1e-30f    /* a group of no larger x is one of zeros */
 
 /* x as bytes: for each row its groups' bytes, then their scales, then where their sums start. */
@@ -98,42 +99,48 @@ INLINE void round_row(const void *x, int64_t row, int64_t stride, int64_t num_in
                     starts_of(r, row) + g);
 }
 
-/* One group of some rows times a panel, added to their sums unless it is the first. */
+/* Some groups of some rows times a panel, added to their sums unless they are the first. */
 INLINE void int8_block(int rows, int vectors, const uint32_t *a, int64_t lda, const float *scales,
-                       const int32_t *starts, int64_t ld_scales, const uint32_t *panel,
-                       float *sums, int adds, const char *ahead) {
-    vi whole[MAX_ROWS][MAX_VECTORS]; /* not __m512i: GCC 12 would keep them in memory */
+                       const int32_t *starts, int64_t num_groups, const uint32_t *panel,
+                       float *sums, int adds, const char *ahead, int64_t step) {
+    vf total[INT8_ROWS][4];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) whole[i][j] = starts[i * ld_scales] - (vi){};
+        for (int j = 0; j < vectors; j++)
+            total[i][j] = adds ? load(sums + i * COLUMNS + j * LANES) : (vf){};
+    for (int64_t g = 0; g < num_groups; g++, a += GROUP_DWORDS, ahead += step) {
+        vi whole[INT8_ROWS][4]; /* not __m512i: GCC 12 would keep them in memory */
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) whole[i][j] = starts[i * lda + g] - (vi){};
 #pragma GCC unroll 1
-    for (int k = 0; k < GROUP_DWORDS; k++, panel += COLUMNS) {
-        _mm_prefetch(ahead + k * LINE, _MM_HINT_T1);
+        for (int k = 0; k < GROUP_DWORDS; k++, panel += COLUMNS) {
+            _mm_prefetch(ahead + k * LINE, _MM_HINT_T1);
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+                for (int j = 0; j < vectors; j++)
+                    whole[i][j] = (vi)_mm512_dpbusd_epi32((__m512i)whole[i][j],
+                                                          _mm512_loadu_si512(panel + j * LANES),
+                                                          _mm512_set1_epi32((int)a[i * lda + k]));
+        }
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++)
-                whole[i][j] = (vi)_mm512_dpbusd_epi32((__m512i)whole[i][j],
-                                                      _mm512_loadu_si512(panel + j * LANES),
-                                                      _mm512_set1_epi32((int)a[i * lda + k]));
+                total[i][j] += __builtin_convertvector(whole[i][j], vf) * scales[i * lda + g];
     }
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) {
-            float *at = sums + i * COLUMNS + j * LANES;
-            vf sum = __builtin_convertvector(whole[i][j], vf) * scales[i * ld_scales];
-            store(at, adds ? load(at) + sum : sum);
-        }
+        for (int j = 0; j < vectors; j++) store(sums + i * COLUMNS + j * LANES, total[i][j]);
 }
 
 #define INT8_BLOCK(R, V)                                                                \
     case R * 8 + V:                                                                     \
-        for (int64_t g = group; g < group + num_groups; g++) {                          \
-            int8_block(R, V, a, lda, scales + g, starts + g, lda, panel, sums, g, ahead); \
-            a += GROUP_DWORDS, panel += GROUP_DWORDS * COLUMNS, ahead += step;          \
-        }                                                                               \
+        int8_block(R, V, a, lda, scales, starts, num_groups, panel, sums, adds, ahead, step); \
         break;
 #define INT8_BLOCKS(R) INT8_BLOCK(R, 1) INT8_BLOCK(R, 2) INT8_BLOCK(R, 3) INT8_BLOCK(R, 4)
 
@@ -145,10 +152,11 @@ static __attribute__((noinline)) void any_int8_block(int rows, int vectors,
                                                      const char *ahead, int64_t step) {
     int64_t lda = r->groups * (GROUP + 8) / 4;
     const uint32_t *a = (const uint32_t *)values_of(r, row) + group * GROUP_DWORDS;
-    const float *scales = scales_of(r, row);
-    const int32_t *starts = starts_of(r, row);
+    const float *scales = scales_of(r, row) + group;
+    const int32_t *starts = starts_of(r, row) + group;
+    int adds = group > 0;
     switch (rows * 8 + vectors) {
-        INT8_BLOCKS(1) INT8_BLOCKS(2) INT8_BLOCKS(3) INT8_BLOCKS(4) INT8_BLOCKS(5) INT8_BLOCKS(6)
+        INT8_BLOCKS(1) INT8_BLOCKS(2) INT8_BLOCKS(3)
     }
 }
 
@@ -178,7 +186,7 @@ static void multiply_int8_panel(const struct rounded *r, const struct int8_weigh
                                 int64_t panel, const char *ahead, int64_t start, int64_t stop,
                                 int64_t first, int num, const struct int8_output *o) {
     float sums[ROWS_OF_A_JOB * COLUMNS] __attribute__((aligned(64)));
-    int rows = (int)(stop - start), blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    int rows = (int)(stop - start), blocks = (rows + INT8_ROWS - 1) / INT8_ROWS;
     const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
     for (int64_t g = 0; g < r->groups; g += GROUPS_AT_A_TIME) {
         int64_t num_groups = r->groups - g < GROUPS_AT_A_TIME ? r->groups - g : GROUPS_AT_A_TIME;

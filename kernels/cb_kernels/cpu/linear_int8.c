@@ -19,17 +19,19 @@
 #if HAS_INT8
 
 #include <omp.h>
-#include <stdlib.h>
 
 #define GROUP 64           /* mirrored in int8.py */
 #define GROUP_DWORDS 16    /* of four bytes */
 #define COLUMNS 64         /* of a panel */
-#define ROWS_OF_A_JOB 96   /* at most: its float sums are 24 KiB, within L1 */
+#define INT8_ROWS 3        /* 3 x 4 sums, whole and float, 4 vectors of the panel: 29 registers */
 #define GROUPS_AT_A_TIME 4 /* of a panel: 16 KiB, within L1 */
-#define INT8_ROWS 3
+#define MOST_INT8_ROWS 96  /* of a job: its float sums are 24 KiB */
+#define LEAST_INT8_ROWS 24
+#define INT8_JOBS 6        /* for each thread at least, so that the last ones end together */
 #define SMALLEST 1e-30f    /* a group of no larger x is one of zeros */
 
-/* x as bytes: for each row its groups' bytes, then their scales, then where their sums start. */
+/* x as bytes: for each row its groups' bytes, then their scales, then where their sums start; in all
+   GROUP + 8 bytes a group. */
 struct rounded {
     char *rows;
     int64_t groups;
@@ -37,20 +39,17 @@ struct rounded {
 
 struct int8_weight {
     const uint32_t *panels;
-    const float *scales; /* [N], in the order of the panels' columns */
+    const float *scales; /* [N], as all of N in the order of the panels' columns */
 };
 
 struct int8_output {
-    const void *bias, *onto; /* as in linear.c */
+    const void *bias, *onto; /* as in `struct output` of linear.c */
     float scale;
     int gated, bf16; /* bias, onto and y are bfloat16, or float */
     void *y;
     int64_t width;
 };
 
-static int64_t bytes_of_row(int64_t num_in) {
-    return (num_in + GROUP - 1) / GROUP * (GROUP + sizeof(float) + sizeof(int32_t));
-}
 INLINE int8_t *values_of(const struct rounded *r, int64_t row) {
     return (int8_t *)(r->rows + row * r->groups * (GROUP + 8));
 }
@@ -102,14 +101,14 @@ INLINE void round_row(const void *x, int64_t row, int64_t stride, int64_t num_in
 /* Some groups of some rows times a panel, added to their sums unless they are the first. */
 INLINE void int8_block(int rows, int vectors, const uint32_t *a, int64_t lda, const float *scales,
                        const int32_t *starts, int64_t num_groups, const uint32_t *panel,
-                       float *sums, int adds, const char *ahead, int64_t step) {
+                       float *sums, int adds, const char *ahead, int lines) {
     vf total[INT8_ROWS][4];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
             total[i][j] = adds ? load(sums + i * COLUMNS + j * LANES) : (vf){};
-    for (int64_t g = 0; g < num_groups; g++, a += GROUP_DWORDS, ahead += step) {
+    for (int64_t g = 0; g < num_groups; g++, a += GROUP_DWORDS) {
         vi whole[INT8_ROWS][4]; /* not __m512i: GCC 12 would keep them in memory */
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++)
@@ -117,7 +116,7 @@ INLINE void int8_block(int rows, int vectors, const uint32_t *a, int64_t lda, co
             for (int j = 0; j < vectors; j++) whole[i][j] = starts[i * lda + g] - (vi){};
 #pragma GCC unroll 1
         for (int k = 0; k < GROUP_DWORDS; k++, panel += COLUMNS) {
-            _mm_prefetch(ahead + k * LINE, _MM_HINT_T1);
+            for (int i = 0; i < lines; i++, ahead += LINE) _mm_prefetch(ahead, _MM_HINT_T1);
 #pragma GCC unroll 6
             for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
@@ -140,7 +139,7 @@ INLINE void int8_block(int rows, int vectors, const uint32_t *a, int64_t lda, co
 
 #define INT8_BLOCK(R, V)                                                                \
     case R * 8 + V:                                                                     \
-        int8_block(R, V, a, lda, scales, starts, num_groups, panel, sums, adds, ahead, step); \
+        int8_block(R, V, a, lda, scales, starts, num_groups, panel, sums, adds, ahead, lines); \
         break;
 #define INT8_BLOCKS(R) INT8_BLOCK(R, 1) INT8_BLOCK(R, 2) INT8_BLOCK(R, 3) INT8_BLOCK(R, 4)
 
@@ -149,7 +148,7 @@ static __attribute__((noinline)) void any_int8_block(int rows, int vectors,
                                                      const struct rounded *r, int64_t row,
                                                      int64_t group, int64_t num_groups,
                                                      const uint32_t *panel, float *sums,
-                                                     const char *ahead, int64_t step) {
+                                                     const char *ahead, int lines) {
     int64_t lda = r->groups * (GROUP + 8) / 4;
     const uint32_t *a = (const uint32_t *)values_of(r, row) + group * GROUP_DWORDS;
     const float *scales = scales_of(r, row) + group;
@@ -185,7 +184,7 @@ INLINE void finish_int8(const struct int8_output *o, const struct int8_weight *w
 static void multiply_int8_panel(const struct rounded *r, const struct int8_weight *w,
                                 int64_t panel, const char *ahead, int64_t start, int64_t stop,
                                 int64_t first, int num, const struct int8_output *o) {
-    float sums[ROWS_OF_A_JOB * COLUMNS] __attribute__((aligned(64)));
+    float sums[MOST_INT8_ROWS * COLUMNS] __attribute__((aligned(64)));
     int rows = (int)(stop - start), blocks = (rows + INT8_ROWS - 1) / INT8_ROWS;
     const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
     for (int64_t g = 0; g < r->groups; g += GROUPS_AT_A_TIME) {
@@ -193,17 +192,25 @@ static void multiply_int8_panel(const struct rounded *r, const struct int8_weigh
         int64_t at = g * GROUP_DWORDS * COLUMNS;
         for (int block = 0; block < blocks; block++) {
             int from = rows * block / blocks, to = rows * (block + 1) / blocks;
-            /* A block fetches a quarter of what it multiplies. */
-            int fetches = ahead && block < 4;
-            const char *fetched = fetches ? ahead + at * 4 + block * num_groups * GROUP_DWORDS * LINE : (const char*)own;
+            /* A row or two stream as fast unaided; many fetch a quarter of the next panel each. */
+            int lines = !ahead || blocks == 1 || block >= 4 ? 0 : blocks < 4 ? 2 : 1;
+            const char *fetched = ahead + at * 4 + block * num_groups * GROUP_DWORDS * LINE * lines;
             any_int8_block(to - from, num / LANES, r, start + from, g, num_groups, own + at,
-                           sums + from * COLUMNS, fetched, fetches ? GROUP_DWORDS * LINE : 0);
+                           sums + from * COLUMNS, fetched, lines);
         }
     }
     for (int i = 0; i < rows; i++) finish_int8(o, w, sums + i * COLUMNS, start + i, first, num);
 }
 
-/* The whole product, by the threads that call this together; `room` for bytes_of_row for each. */
+/* Into how many jobs the rows of a panel are cut. */
+static int64_t int8_parts(int64_t num_rows, int64_t num_panels) {
+    int64_t parts = (INT8_JOBS * omp_get_num_threads() + num_panels - 1) / num_panels;
+    int64_t most = num_rows / LEAST_INT8_ROWS, least = (num_rows - 1) / MOST_INT8_ROWS + 1;
+    parts = parts > most ? most : parts;
+    return parts < least ? least : parts;
+}
+
+/* The whole product, by the threads that call this together; in `room` x is rounded. */
 static void int8_linear_by_team(const void *x, int64_t x_stride, const struct int8_weight *w,
                                 const struct int8_output *o, int64_t num_rows, int64_t num_in,
                                 int64_t num_out, char *room) {
@@ -212,7 +219,7 @@ static void int8_linear_by_team(const void *x, int64_t x_stride, const struct in
     for (int64_t row = 0; row < num_rows; row++)
         round_row(x, row, x_stride, num_in, o->bf16, &r);
     int64_t num_panels = (num_out + COLUMNS - 1) / COLUMNS;
-    int64_t parts = (num_rows + ROWS_OF_A_JOB - 1) / ROWS_OF_A_JOB;
+    int64_t parts = int8_parts(num_rows, num_panels);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t job = 0; job < num_panels * parts; job++) {
         int64_t panel = job / parts, part = job % parts, first = panel * COLUMNS;
@@ -227,18 +234,14 @@ static void int8_linear_by_team(const void *x, int64_t x_stride, const struct in
 }
 
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
-   64 when gated. 0; 1 when memory ran out. */
-int cb_linear_int8(const void *x, int64_t x_stride, const uint32_t *panels, const float *scales,
-                   const void *bias, const void *onto, float scale, int gated, int bf16, void *y,
-                   int64_t num_rows, int64_t num_in, int64_t num_out) {
+   64 when gated; `room` of GROUP + 8 bytes for each row and group. */
+void cb_linear_int8(const void *x, int64_t x_stride, const uint32_t *panels, const float *scales,
+                    const void *bias, const void *onto, float scale, int gated, int bf16, void *y,
+                    int64_t num_rows, int64_t num_in, int64_t num_out, char *room) {
     struct int8_weight w = {panels, scales};
     struct int8_output o = {bias, onto, scale, gated, bf16, y, gated ? num_out / 2 : num_out};
-    char *room = malloc(num_rows * bytes_of_row(num_in) + 1);
-    if (!room) return 1;
 #pragma omp parallel
     int8_linear_by_team(x, x_stride, &w, &o, num_rows, num_in, num_out, room);
-    free(room);
-    return 0;
 }
 
 #endif

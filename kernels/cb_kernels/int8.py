@@ -1,7 +1,7 @@
 """Rounding to 8 bits, and a product of what was rounded in plain torch.
 
-A weight has one scale for each output; x has one for each GROUP inputs of a row, so that a few large
-inputs take precision only from their neighbours. The kernel in C rounds to the same numbers.
+A weight has one scale for each output; x has one for each GROUP inputs of a row, so that a few
+large inputs take precision only from their neighbours. The kernel in C rounds to the same numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] as whole numbers [M, K / GROUP, GROUP], zeros behind K, and scales [M, K / GROUP]."""
+    """x [M, K] as whole numbers [M, K / GROUP, GROUP], zeros behind K, and their scales."""
     padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
     return _rounded(padded.view(x.shape[0], -1, GROUP))
 

@@ -43,7 +43,7 @@ class Int8Linear:
                 f"x must be {self._dtype} [..., {self.depth}], got {x.dtype} {tuple(x.shape)}"
             )
         rows = x.reshape(-1, self.depth)
-        flat = None if onto is None else onto.reshape(rows.shape[0], -1)
+        flat = None if onto is None else onto.reshape(-1, onto.shape[-1])
         if self.packed is None:
             y = self._by_torch(rows, flat, scale)
         else:

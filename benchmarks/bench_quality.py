@@ -72,9 +72,8 @@ def _losses(model: CausalModel, token_ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(torch.cat(logits)[:-1], token_ids[1:], reduction="none")
 
 
-def measured(settings: EngineConfig) -> dict[str, float]:
+def measured(settings: EngineConfig, windows: Sequence[Sequence[int]]) -> dict[str, float]:
     """Perplexity by quantization."""
-    windows = windows_of(settings.model)
     found = {}
     for quantization in ("none", "int8"):
         chosen = dataclasses.replace(settings, quantization=quantization)
@@ -90,7 +89,7 @@ def main() -> None:
     settings = config()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    found = measured(settings)
+    found = measured(settings, windows_of(settings.model))
     change = found["int8"] / found["none"] - 1
     print(f"perplexity by int8: {change:+.2%}, over {WINDOWS} windows of {WINDOW_TOKENS} tokens")
     name = Path(settings.model).name

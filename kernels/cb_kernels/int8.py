@@ -30,7 +30,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as whole numbers [M, K / GROUP, GROUP], zeros behind K, and their scales."""
     padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
-    return _rounded(padded.unflatten(1, (padded.shape[1] // GROUP, GROUP)))
+    return _rounded(padded.view(x.shape[0], padded.shape[1] // GROUP, GROUP))
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,17 +23,17 @@ class Int8Linear:
         self.gated = gated
         self.bias = bias
         self._dtype = weight.dtype
-        self.weight, self.scales = quantize_weight(weight)
+        values, self.scales = quantize_weight(weight)
         c = kernels()
         self._c = None if c is None else c.int8
-        self.packed: Tensor | None = None  # None: torch multiplies
         if c is None or c.int8 is None or not c.int8.takes(self.width, weight.dtype, gated=gated):
+            self.packed: Tensor | None = None  # torch multiplies
+            self._values = values
             return
         if gated:
-            self.weight, self.scales = c.interleave(self.weight), c.interleave(self.scales)
+            values, self.scales = c.interleave(values), c.interleave(self.scales)
             self.bias = None if bias is None else c.interleave(bias)
-        self.packed = c.int8.pack(self.weight)
-        del self.weight
+        self.packed = c.int8.pack(values)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
@@ -57,7 +57,7 @@ class Int8Linear:
         return y.view(*x.shape[:-1], y.shape[1])
 
     def _by_torch(self, x: Tensor, onto: Tensor | None, scale: float) -> Tensor:
-        y = linear_int8(x, self.weight, self.scales, self.bias)
+        y = linear_int8(x, self._values, self.scales, self.bias)
         if self.gated:
             gate, up = y.chunk(2, -1)
             y = F.silu(gate) * up

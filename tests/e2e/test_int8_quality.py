@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench_quality import measured, windows_of
+from perplexity import measured, windows_of
 
 from cb_backend.config import EngineConfig
 from tests.e2e.serving_process import default_model

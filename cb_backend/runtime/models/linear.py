@@ -3,7 +3,7 @@
 On the CPU a weight is packed once and the plain copy is dropped: bfloat16 for the kernel in C where
 there is one (3 to 64% faster than oneDNN on layers at 8 to 64 rows, as fast at 512), else into
 oneDNN's blocked layout (two to three times faster than plain). Or it is rounded to int8: half the
-bytes to read, and 1.5 to 1.9 times as fast. Engine thread.
+bytes to read, and 1.5 to 2 times as fast. Engine thread.
 """
 
 from __future__ import annotations

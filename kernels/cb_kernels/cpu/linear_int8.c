@@ -102,22 +102,22 @@ INLINE void round_row(const void *x, int64_t row, int64_t stride, int64_t num_in
 INLINE void int8_block(int rows, int vectors, const uint32_t *a, int64_t lda, const float *scales,
                        const int32_t *starts, int64_t num_groups, const uint32_t *panel,
                        float *sums, int adds, const char *ahead, int lines) {
-    vf total[INT8_ROWS][4];
-#pragma GCC unroll 6
+    vf total[INT8_ROWS][MAX_VECTORS];
+#pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
             total[i][j] = adds ? load(sums + i * COLUMNS + j * LANES) : (vf){};
     for (int64_t g = 0; g < num_groups; g++, a += GROUP_DWORDS) {
-        vi whole[INT8_ROWS][4]; /* not __m512i: GCC 12 would keep them in memory */
-#pragma GCC unroll 6
+        vi whole[INT8_ROWS][MAX_VECTORS]; /* not __m512i: GCC 12 would keep them in memory */
+#pragma GCC unroll 3
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) whole[i][j] = starts[i * lda + g] - (vi){};
 #pragma GCC unroll 1
         for (int k = 0; k < GROUP_DWORDS; k++, panel += COLUMNS) {
             for (int i = 0; i < lines; i++, ahead += LINE) _mm_prefetch(ahead, _MM_HINT_T1);
-#pragma GCC unroll 6
+#pragma GCC unroll 3
             for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
                 for (int j = 0; j < vectors; j++)
@@ -125,25 +125,26 @@ INLINE void int8_block(int rows, int vectors, const uint32_t *a, int64_t lda, co
                                                           _mm512_loadu_si512(panel + j * LANES),
                                                           _mm512_set1_epi32((int)a[i * lda + k]));
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 3
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++)
                 total[i][j] += __builtin_convertvector(whole[i][j], vf) * scales[i * lda + g];
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) store(sums + i * COLUMNS + j * LANES, total[i][j]);
 }
 
-#define INT8_BLOCK(R, V)                                                                \
-    case R * 8 + V:                                                                     \
+#define INT8_BLOCK(R, V)                                                                       \
+    case R * 8 + V:                                                                            \
         int8_block(R, V, a, lda, scales, starts, num_groups, panel, sums, adds, ahead, lines); \
         break;
 #define INT8_BLOCKS(R) INT8_BLOCK(R, 1) INT8_BLOCK(R, 2) INT8_BLOCK(R, 3) INT8_BLOCK(R, 4)
 
-/* The block sizes become constants here, so that the sums stay in registers. */
+/* The block sizes become constants here, so that the sums stay in registers. `lines` of `ahead` are
+   fetched into L2 for each four inputs. */
 static __attribute__((noinline)) void any_int8_block(int rows, int vectors,
                                                      const struct rounded *r, int64_t row,
                                                      int64_t group, int64_t num_groups,
@@ -192,7 +193,7 @@ static void multiply_int8_panel(const struct rounded *r, const struct int8_weigh
         int64_t at = g * GROUP_DWORDS * COLUMNS;
         for (int block = 0; block < blocks; block++) {
             int from = rows * block / blocks, to = rows * (block + 1) / blocks;
-            /* A row or two stream as fast unaided; many fetch a quarter of the next panel each. */
+            /* Three rows stream as fast unaided; each of many blocks fetches a quarter. */
             int lines = !ahead || blocks == 1 || block >= 4 ? 0 : blocks < 4 ? 2 : 1;
             const char *fetched = ahead + at * 4 + block * num_groups * GROUP_DWORDS * LINE * lines;
             any_int8_block(to - from, num / LANES, r, start + from, g, num_groups, own + at,

@@ -11,7 +11,7 @@ export BENTOML_DO_NOT_TRACK ?= True
 .PHONY: serve model test test-kernels interpret-kernels compile-kernels kernel-budget gpu-check
 .PHONY: lint soak build clean
 .PHONY: bench bench-serving bench-kernels bench-startup bench-scheduler bench-plan bench-plot
-.PHONY: bench-peers bench-transformers bench-client
+.PHONY: bench-peers bench-transformers bench-client bench-quality
 
 serve: $(STAMP)
 ifeq ($(strip $(CB_MODEL)),)
@@ -69,6 +69,10 @@ bench-serving: $(STAMP)
 bench-kernels: $(STAMP)
 	$(BIN)/python benchmarks/bench_kernels.py
 	$(BIN)/python benchmarks/bench_roofline.py $(BENCH_ARGS)
+
+# What int8 weights cost in quality.
+bench-quality: $(STAMP)
+	$(BIN)/python benchmarks/bench_quality.py
 
 # Seconds to ready, and the runner's memory.
 bench-startup: $(STAMP)

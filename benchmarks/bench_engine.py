@@ -1,6 +1,6 @@
 """The engine in this process, without HTTP, over the shared workload.
 
-    python benchmarks/bench_engine.py [--repeat N]
+    python benchmarks/bench_engine.py [--repeat N] [--quantization int8]
 
 Takes the CB_* settings; without CB_MODEL it takes the default model. Prints each run and appends
 all of them to results/engine.jsonl.
@@ -15,12 +15,13 @@ import json
 import sys
 import time
 from itertools import pairwise
+from typing import get_args
 
 import record
 from workload import Requests, requests_of, workload
 
 from cb_backend import default_model
-from cb_backend.config import EngineConfig
+from cb_backend.config import EngineConfig, Quantization
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.factory import create_engine
 from cb_backend.serving.async_engine import AsyncEngine
@@ -102,8 +103,10 @@ async def load(config: EngineConfig) -> AsyncEngine:
     return engine
 
 
-def config() -> EngineConfig:
+def config(quantization: Quantization | None = None) -> EngineConfig:
     settings = config_from_env()
+    if quantization is not None:
+        settings = dataclasses.replace(settings, quantization=quantization)
     if settings.model == DEFAULT_MODEL:
         default_model.put_into_store()
     source = model_source(settings.model)
@@ -114,8 +117,7 @@ def config() -> EngineConfig:
     )
 
 
-async def bench(repeat: int) -> None:
-    settings = config()
+async def bench(settings: EngineConfig, repeat: int) -> None:
     started = time.monotonic()
     engine = await load(settings)
     info = engine.model_info()
@@ -136,9 +138,9 @@ async def bench(repeat: int) -> None:
     print(f"appended to {file.relative_to(record.ROOT)}")
 
 
-async def answer_commands() -> None:
+async def answer_commands(settings: EngineConfig) -> None:
     """For turns.py: one run, and its result in one line, for each line of JSON that comes in."""
-    engine = await load(config())
+    engine = await load(settings)
     max_model_len = engine.model_info().max_model_len
     print("READY", flush=True)
     for index, line in enumerate(sys.stdin):
@@ -156,6 +158,9 @@ async def answer_commands() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="runs (default 3)")
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--on-command", action="store_true", help="one run for each line of stdin")
     arguments = parser.parse_args()
-    asyncio.run(answer_commands() if arguments.on_command else bench(arguments.repeat))
+    settings = config(arguments.quantization)
+    work = answer_commands(settings) if arguments.on_command else bench(settings, arguments.repeat)
+    asyncio.run(work)

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_kernels.py [linears|attention|pointwise ...]
 
-linears: the model's products for several numbers of rows; the packed kernel in C, oneDNN's packed
-one and torch's. Many rows as GFLOP/s against a large product in the same run; one row, which only
-reads weights, as GB/s against streaming memory. Weights are as cold as in a model: copies rotate.
+linears: the model's products for several numbers of rows; the packed kernels in C, of the model's
+dtype and of int8, oneDNN's packed one and torch's. Many rows as GFLOP/s against a large product in
+the same run; one row, which only reads weights, as GB/s against streaming memory. Weights are as
+cold as in a model: copies rotate.
 attention: decoding rows and chunks of prompts over the paged cache, C and torch; blocks lie in no
 order, as in a pool that has been used for a while, and one row's of all layers fit a large cache.
 pointwise: norm and rotation, C and torch.
@@ -26,7 +27,15 @@ import record
 import torch
 import torch.nn.functional as F
 from bench_engine import config
-from cb_kernels import RaggedBatch, pack_linear, paged_attention, rms_norm, rope, torch_impl
+from cb_kernels import (
+    Int8Linear,
+    RaggedBatch,
+    pack_linear,
+    paged_attention,
+    rms_norm,
+    rope,
+    torch_impl,
+)
 from cb_kernels.cpu.library import kernels
 from linear_shapes import LinearShape, layer_shapes, lm_head_shape, spec_of
 from machine_peak import best_seconds, gemm_flops, onednn_linear, read_bandwidth
@@ -44,6 +53,8 @@ COLD_BYTES = 2**28  # of weights that rotate: many times what caches hold
 BLOCK_SIZE = 32
 DECODING = ((1, 512), (16, 512), (64, 256))  # rows, keys of each
 CHUNKS = ((512, 0), (512, 3584))  # new tokens of one prompt, keys before them
+
+INT8 = "C int8"
 
 Product = Callable[[Tensor], Tensor]
 Results = list[dict[str, object]]
@@ -79,7 +90,7 @@ def bench_linears(spec: DecoderSpec, dtype: torch.dtype, machine: Machine) -> Re
                     "rows": rows,
                     "us": 1e6 * seconds,
                     "gflop_s": 2e-9 * rows * shape.size / seconds,
-                    "gb_s": 1e-9 * shape.size * dtype.itemsize / seconds,
+                    "gb_s": 1e-9 * shape.size * (1 if name == INT8 else dtype.itemsize) / seconds,
                 }
                 results.append(result)
                 print(f"{shape.name:8} {shape.depth}x{shape.width} {linear_text(result, machine)}")
@@ -98,10 +109,16 @@ def linear_variants(shape: LinearShape, dtype: torch.dtype) -> dict[str, list[Pr
 
     variants = {
         "C": copies(lambda w: pack_linear(w, None, gated=shape.gated)),
+        INT8: copies(lambda w: int8_linear(w, gated=shape.gated)),
         "oneDNN": copies(onednn_linear),
         "torch": copies(lambda w: lambda x: F.linear(x, w)),
     }
     return {name: found for name, found in variants.items() if found}
+
+
+def int8_linear(weight: Tensor, *, gated: bool) -> Product | None:
+    linear = Int8Linear(weight, None, gated=gated)
+    return None if linear.packed is None else linear
 
 
 def apply_each(products: Sequence[Product], x: Tensor) -> None:

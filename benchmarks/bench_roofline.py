@@ -23,7 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # what the engine sets, see fa
 import record
 import torch
 from bench_engine import config
-from cb_kernels import RaggedBatch
+from cb_kernels import Int8Linear, RaggedBatch
 from linear_shapes import layers_size, spec_of, streamed_size
 from machine_peak import gemm_flops, read_bandwidth
 from torch import nn
@@ -104,7 +104,8 @@ def prefill(model: Decoder, prompt: list[int], chunk: int) -> float:
 def take_turn(engine: Contestant, model: Decoder, prompt: list[int], chunk: int) -> Turn:
     before = read_bandwidth(), gemm_flops(model.dtype)
     stream_tok_s = engine.run(workload="single")["output_tok_s"]
-    weight_bytes = streamed_size(model.spec) * model.dtype.itemsize
+    rounded = isinstance(model.lm_head.kernel, Int8Linear)
+    weight_bytes = streamed_size(model.spec) * (1 if rounded else model.dtype.itemsize)
     ttft_ms = engine.run(workload="long", requests=1)["ttft_ms"]["p50"]
     products = 2 * len(prompt) * layers_size(model.spec)
     linears = products / prefill(model, prompt, chunk)

@@ -11,6 +11,7 @@ from cb_backend.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "native", "transformers"]
+Quantization = Literal["none", "int8"]
 POLICY_NAMES = ("deadline", "fair", "fcfs", "priority")
 
 
@@ -23,6 +24,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:1
     dtype: Dtype = "auto"  # auto: what the weights are stored in
     implementation: Implementation = "auto"  # auto: native where it covers the model
+    quantization: Quantization = "none"  # int8: of the native decoder's weights, on the CPU
 
     max_model_len: int | None = None  # tokens of prompt and output; None: the model's context
     block_size: int | None = None  # tokens per KV block; None: what suits the device
@@ -70,6 +72,7 @@ class EngineConfig:
         for tenant, weight in (self.tenant_weights or {}).items():
             _check_positive(f"tenant_weights[{tenant}]", weight, field="tenant_weights")
         _check_policy(self.policy)
+        _check_quantization(self.quantization, self.implementation)
         if self.memory_fraction > 1.0:
             raise ConfigError(
                 f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}",
@@ -86,6 +89,7 @@ class EngineConfig:
 _CHOICES = {
     "dtype": get_args(Dtype),
     "implementation": get_args(Implementation),
+    "quantization": get_args(Quantization),
 }
 _INTEGERS = {  # and their least values
     "max_model_len": 1,
@@ -118,6 +122,15 @@ def _check_not_empty(name: str, value: str | None) -> None:
 def _check_policy(name: str) -> None:
     if ":" not in name:  # one of the user's own is checked when it is made
         _check_choice("policy", name, (*POLICY_NAMES, "module:Class"))
+
+
+def _check_quantization(quantization: Quantization, implementation: Implementation) -> None:
+    if quantization != "none" and implementation == "transformers":
+        raise ConfigError(
+            f"quantization {quantization!r} needs the native decoder, and implementation is"
+            " 'transformers'; set quantization to none, or implementation to auto or native",
+            field="quantization",
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -73,6 +73,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._folder = Path(config.model)
+        self._quantization = config.quantization
         self._info = info
         self._device = device
         self._cache = KVCache(
@@ -170,7 +171,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _fingerprint(self) -> str:
-        return fingerprint(self._folder, self._cache)
+        return fingerprint(self._folder, self._cache, self._quantization)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         if inputs.fresh_block_ids and not self._cache.is_paired:  # whose kernels need no zeros

@@ -4,6 +4,7 @@ cb_backend."""
 from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
+from cb_kernels.int8_linear import Int8Linear
 from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
 from cb_kernels.ops import (
     attention_path,
@@ -19,6 +20,7 @@ from cb_kernels.ragged import RaggedBatch, Workspace
 from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
+    "Int8Linear",
     "LayerStack",
     "LayerWeights",
     "LogitEdits",

@@ -78,17 +78,20 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_fingerprint_knows_model_weights_and_layout(folder: Path) -> None:
-    same = fingerprint(folder, cache_of())
-    assert fingerprint(folder, cache_of(num_blocks=3)) == same, "the pool's size does not matter"
+def test_the_fingerprint_knows_model_weights_rounding_and_layout(folder: Path) -> None:
+    same = fingerprint(folder, cache_of(), "none")
+    assert fingerprint(folder, cache_of(num_blocks=3), "none") == same, (
+        "the pool's size does not matter"
+    )
     others = {
-        fingerprint(folder, cache_of(block_size=8)),
-        fingerprint(folder, cache_of(dtype=torch.float16)),
+        fingerprint(folder, cache_of(block_size=8), "none"),
+        fingerprint(folder, cache_of(dtype=torch.float16), "none"),
+        fingerprint(folder, cache_of(), "int8"),
     }
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    others.add(fingerprint(folder, cache_of()))
+    others.add(fingerprint(folder, cache_of(), "none"))
     (folder / "config.json").write_text('{"rope_theta": 1}')
-    others.add(fingerprint(folder, cache_of()))
-    assert len(others - {same}) == 4
+    others.add(fingerprint(folder, cache_of(), "none"))
+    assert len(others - {same}) == 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cb_kernels import LayerStack, LayerWeights, PackedLinear, StackShape
+from cb_kernels import Int8Linear, LayerStack, LayerWeights, PackedLinear, StackShape
 from torch import Tensor
 
 from cb_backend.runtime.models.decoder import DecoderLayer, RMSNorm
@@ -72,7 +72,7 @@ def _norm(norm: RMSNorm | None) -> Tensor:
     return norm.weight
 
 
-def _kernel(linear: Linear) -> PackedLinear:
+def _kernel(linear: Linear) -> PackedLinear | Int8Linear:
     if linear.kernel is None:
         raise _NotPlainError
     return linear.kernel

@@ -2,7 +2,8 @@
 
 On the CPU a weight is packed once and the plain copy is dropped: bfloat16 for the kernel in C where
 there is one (3 to 64% faster than oneDNN on layers at 8 to 64 rows, as fast at 512), else into
-oneDNN's blocked layout (two to three times faster than plain). Engine thread.
+oneDNN's blocked layout (two to three times faster than plain). Or it is rounded to int8: half the
+bytes to read, and 1.5 to 2 times as fast. Engine thread.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 
 import torch
 import torch.nn.functional as F
-from cb_kernels import PackedLinear, pack_linear, silu_and_mul
+from cb_kernels import Int8Linear, PackedLinear, pack_linear, silu_and_mul
 from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ _PACK_ROWS = 16
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias. `weight` [out, in] may be filled in parts before `pack`.
+    """y = x @ weight.T + bias. `weight` [out, in] may be filled in parts before it is packed.
 
     `gated`: the weight is gate over up, and y is silu(gate) * up, half as wide as the weight.
     Otherwise y may be scaled and added `onto` another: a residual costs no pass of its own.
@@ -34,7 +35,7 @@ class Linear(nn.Module):
         self.bias = bias
         self._gated = gated
         self._packed: Tensor | None = None
-        self.kernel: PackedLinear | None = None
+        self.kernel: PackedLinear | Int8Linear | None = None
 
     def pack(self) -> None:
         """Give the weight its final layout; from now on `weight` may be gone."""
@@ -46,6 +47,12 @@ class Linear(nn.Module):
         elif can_pack(self.weight.device.type, self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
             self.weight = None
+
+    def quantize(self) -> None:
+        """Round the weight to int8, instead of `pack`."""
+        assert self.weight is not None
+        self.kernel = Int8Linear(self.weight, self.bias, gated=self._gated)
+        self.weight = None
 
     def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         if self.kernel is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cb_backend.config import EngineConfig
-from cb_backend.errors import ModelError
+from cb_backend.errors import ConfigError, ModelError
 from cb_backend.runtime.device import choose_dtype
 from cb_backend.runtime.models.checkpoint import Checkpoint
 from cb_backend.runtime.models.interface import CausalModel
@@ -30,15 +30,28 @@ logger = logging.getLogger(__name__)
 def load_model(config: EngineConfig, device: torch.device) -> tuple[CausalModel, str]:
     """The model and the implementation that serves it: "native" or "transformers".
 
-    Raises ModelError when the folder, its config or its weights are missing or cannot be served.
+    Raises ModelError when the folder, its config or its weights are missing or cannot be served,
+    and ConfigError when they cannot be quantized as asked.
     """
     folder = Path(config.model)
     model_config = read_config(folder)
     dtype = choose_dtype(config.dtype, getattr(model_config, "dtype", None), device)
+    if config.quantization == "int8" and device.type != "cpu":
+        raise ConfigError(
+            f"quantization 'int8' is for the CPU, and the device is {device}; set quantization to"
+            " none, or device to cpu",
+            field="quantization",
+        )
     if config.implementation != "transformers":
         try:
-            return _load_native(folder, model_config, dtype, device), "native"
+            return _load_native(config, model_config, dtype, device), "native"
         except NotCoveredError as reason:
+            if config.quantization == "int8":
+                raise ConfigError(
+                    f"quantization 'int8' needs the native decoder, which does not cover"
+                    f" {folder.name}: {reason}; set quantization to none",
+                    field="quantization",
+                ) from reason
             if config.implementation == "native":
                 raise ModelError(
                     f"the native decoder does not cover {folder.name}: {reason};"
@@ -69,12 +82,16 @@ def eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _load_native(
-    folder: Path,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CausalModel:
     spec = decoder_spec(model_config)
-    with Checkpoint(folder) as checkpoint:
-        loader = NativeLoader(checkpoint, model_config, spec, dtype=dtype, device=device)
+    with Checkpoint(Path(config.model)) as checkpoint:
+        loader = NativeLoader(
+            checkpoint,
+            model_config,
+            spec,
+            dtype=dtype,
+            device=device,
+            quantization=config.quantization,
+        )
         return loader.load()

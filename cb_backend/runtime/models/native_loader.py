@@ -1,17 +1,21 @@
 """Builds the native decoder straight from a checkpoint, layer by layer.
 
 Each tensor is copied once, from the mapped file to its place in a fused weight, which is then
-packed for the device: at no time do two copies of the whole model exist. Engine thread.
+packed for the device, or rounded to int8: at no time do two copies of the whole model exist. Engine
+thread.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from cb_kernels import Int8Linear, PackedLinear
 from torch import Tensor, nn
 
+from cb_backend.config import Quantization
 from cb_backend.errors import ModelError
 from cb_backend.runtime.models.checkpoint import Checkpoint
 from cb_backend.runtime.models.decoder import (
@@ -31,6 +35,8 @@ from cb_backend.runtime.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, 
 if TYPE_CHECKING:
     from cb_backend.runtime.models.model_config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 # Kept by old checkpoints although they follow from the config.
 _DERIVED = ("rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
 
@@ -47,11 +53,13 @@ class NativeLoader:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: Quantization,
     ) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
         self._device = device
+        self._quantization = quantization
         # silu(gate) * up is part of the product; other activations are the MLP's own.
         self._gated = spec.activation == "silu"
         self._activation = None if self._gated else spec.activation
@@ -75,6 +83,8 @@ class NativeLoader:
             ropes=self._ropes,
             stack=layer_stack(spec, layers, self._ropes),
         )
+        if self._quantization == "int8":
+            _log_int8(decoder)
         return decoder.eval()
 
     def _embedding_and_head(self) -> tuple[Embedding, Linear]:
@@ -84,9 +94,9 @@ class NativeLoader:
             head = self._linear(["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
             return Embedding(weight), head
         self._checkpoint.unread.discard("lm_head.weight")
-        head = Linear(weight)
-        head.pack()
-        return Embedding(weight if head.kernel is None else head.kernel), head
+        head = self._packed(Linear(weight))
+        shared = head.kernel if isinstance(head.kernel, PackedLinear) else None
+        return Embedding(weight if shared is None else shared), head
 
     def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
         spec, prefix = self._spec, f"model.layers.{index}"
@@ -155,7 +165,9 @@ class NativeLoader:
             down_name = f"{prefix}.experts.{index}.{experts.down}"
             down = self._linear([down_name], [hidden], width, bias=False)
             mlps.append(GatedMLP(gate_up, down, self._activation))
-        router = self._linear([f"{prefix}.gate"], [experts.num_experts], hidden, bias=False)
+        # A router stays as it is: it is small, and a rounded score may choose another expert.
+        router = Linear(self._tensor([f"{prefix}.gate.weight"], (experts.num_experts, hidden)))
+        router.pack()
         return MixtureOfExperts(router, mlps, top_k=experts.top_k, normalize=experts.normalize)
 
     def _linear(
@@ -172,8 +184,13 @@ class NativeLoader:
         bias_tensor = None
         if bias:
             bias_tensor = self._tensor([f"{name}.bias" for name in names], (sum(widths),))
-        linear = Linear(weight, bias_tensor, gated=gated)
-        linear.pack()
+        return self._packed(Linear(weight, bias_tensor, gated=gated))
+
+    def _packed(self, linear: Linear) -> Linear:
+        if self._quantization == "int8":
+            linear.quantize()
+        else:
+            linear.pack()
         return linear
 
     def _norm(self, name: str, width: int) -> RMSNorm:
@@ -200,3 +217,17 @@ class NativeLoader:
         if start != target.shape[0]:
             raise ModelError(f"{', '.join(names)} fill {start} of {shape[0]} rows")
         return target
+
+
+def _log_int8(decoder: Decoder) -> None:
+    kernels = [module.kernel for module in decoder.modules() if isinstance(module, Linear)]
+    rounded = [kernel for kernel in kernels if isinstance(kernel, Int8Linear)]
+    by_torch = sum(kernel.packed is None for kernel in rounded)
+    if by_torch:
+        logger.warning(
+            "quantization: int8, and torch multiplies %d of %d weights, slower than without: the"
+            " kernel in C needs AVX-512 VNNI, float32 or bfloat16, and outputs in 16s",
+            *(by_torch, len(rounded)),
+        )
+    else:
+        logger.info("quantization: int8, %d weights for the kernel in C", len(rounded))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cb_kernels.cpu.int8 import Int8Kernels
 from cb_kernels.ragged import RaggedBatch
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -35,9 +36,13 @@ _SIGNATURES: dict[str, Sequence[object]] = {
     "cb_argmax": (*[_POINTER] * 3, _INT64, _INT64, _INT),
     "cb_layers": (_POINTER, _POINTER, _POINTER),
     "cb_has_pairs": (),
+    "cb_has_int8": (),
 }
 _OF_PAIRS = ("cb_linear", "cb_layers")  # only where bfloat16 products are
-_RETURNS_STATUS = ("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_layers", "cb_has_pairs")
+_RETURNS_INT = (
+    *("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_layers"),
+    *("cb_has_pairs", "cb_has_int8"),
+)
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
 _MOST_HEAD_DIM = 256
@@ -56,8 +61,9 @@ class Kernels:
                 continue
             function = getattr(library, name)
             function.argtypes = signature
-            function.restype = _INT if name in _RETURNS_STATUS else None
+            function.restype = _INT if name in _RETURNS_INT else None
         self.has_linear = has_pairs
+        self.int8 = Int8Kernels(library) if library.cb_has_int8() else None
         self.name = "C with bfloat16 products" if self.has_linear else "C"
 
     def takes_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cb_kernels.cpu.kernels import raise_for
 from cb_kernels.cpu.library import kernels
+from cb_kernels.int8_linear import Int8Linear
 from cb_kernels.packed_linear import PackedLinear
 from cb_kernels.paired import check_paired
 from cb_kernels.ragged import RaggedBatch
@@ -28,6 +29,7 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
         *((f"{name}_bias", _POINTER) for name in ("qkv", "output", "gate_up", "down")),
+        *((f"{name}_scales", _POINTER) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _INT64) for name in ("turns", "window")),
     )
 
@@ -47,6 +49,7 @@ class _Step(ctypes.Structure):
         *((name, _POINTER) for name in ("table", "starts", "lens", "slots")),
         *((name, _POINTER) for name in ("k_caches", "v_caches", "cos", "sin")),
         *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "gated")),
+        ("rounded", _POINTER),
     )
 
 
@@ -58,10 +61,10 @@ class LayerWeights:
     mlp_norm: Tensor
     q_norm: Tensor | None  # [D], of each head
     k_norm: Tensor | None
-    qkv: PackedLinear
-    output: PackedLinear
-    gate_up: PackedLinear  # gated
-    down: PackedLinear
+    qkv: PackedLinear | Int8Linear
+    output: PackedLinear | Int8Linear
+    gate_up: PackedLinear | Int8Linear  # gated
+    down: PackedLinear | Int8Linear
     turns: int | None  # which cos and sin of a step turn it; None: none
     window: int | None  # latest keys that a query sees; None: all
 
@@ -138,6 +141,9 @@ class LayerStack:
         )
         room = [x.new_empty(num_tokens, width) for width in widths]
         room[0].copy_(x)
+        c = kernels()
+        assert c is not None
+        rounded = c.int8.room(num_tokens, max(widths)) if c.int8 else room[0]
         k_caches, v_caches = (_addresses(caches) for caches in zip(*step.caches, strict=True))
         cos, sin = (_addresses([pair[i] for pair in turns]) for i in range(2))
         facts = _Step(
@@ -145,10 +151,8 @@ class LayerStack:
             *(k_cache.stride(0), k_cache.stride(2)),
             *(each.data_ptr() for each in (table, starts, lens, slots)),
             *(ctypes.addressof(each) for each in (k_caches, v_caches, cos, sin)),
-            *(each.data_ptr() for each in room),
+            *(each.data_ptr() for each in (*room, rounded)),
         )
-        c = kernels()
-        assert c is not None
         status = c.library.cb_layers(ctypes.byref(self._facts), self._layers, ctypes.byref(facts))
         raise_for(status, "a row's block table, or a slot, names a block that is not there")
         return room[0]
@@ -194,7 +198,12 @@ def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 def _layer(weights: LayerWeights) -> _Layer:
     norms = (weights.attention_norm, weights.mlp_norm, weights.q_norm, weights.k_norm)
     linears = (weights.qkv, weights.output, weights.gate_up, weights.down)
-    tensors = (*norms, *(one.packed for one in linears), *(one.bias for one in linears))
+    tensors = (
+        *norms,
+        *(one.packed for one in linears),
+        *(one.bias for one in linears),
+        *(one.scales if isinstance(one, Int8Linear) else None for one in linears),
+    )
     return _Layer(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         -1 if weights.turns is None else weights.turns,
@@ -222,6 +231,8 @@ def _obstacle(layers: Sequence[LayerWeights], shape: StackShape) -> str:
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
         if [(one.width, one.depth, one.gated) for one in linears] != wanted:
             return f"their weights are not {wanted}"
+        if any(one.packed is None for one in linears):
+            return "torch multiplies some of their weights"
         norms = [(layer.attention_norm, hidden), (layer.mlp_norm, hidden)]
         norms += [(norm, shape.dim) for norm in (layer.q_norm, layer.k_norm) if norm is not None]
         for norm, size in norms:

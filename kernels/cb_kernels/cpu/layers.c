@@ -8,8 +8,9 @@
 struct layer { /* mirrored in layer_stack.py */
     const uint16_t *attention_norm, *mlp_norm;    /* [hidden] */
     const uint16_t *q_norm, *k_norm;              /* [dim], or NULL */
-    const uint32_t *qkv, *output, *gate_up, *down; /* panels */
+    const uint32_t *qkv, *output, *gate_up, *down; /* panels, of linear.c or linear_int8.c */
     const uint16_t *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* or NULL */
+    const float *qkv_scales, *output_scales, *gate_up_scales, *down_scales; /* NULL: not of bytes */
     int64_t turns;  /* which of the step's cos and sin; -1: none */
     int64_t window; /* 0: all */
 };
@@ -27,7 +28,22 @@ struct step { /* mirrored in layer_stack.py */
     const uint16_t *const *cos, *const *sin;      /* each [tokens, dim] */
     uint16_t *x;                                  /* [tokens, hidden], in and out */
     uint16_t *normed, *qkv, *attended, *gated;    /* room for what comes between */
+    char *rounded;                                /* of the widest x, where weights are of bytes */
 };
+
+INLINE void multiply(const struct step *s, const uint16_t *x, const uint32_t *panels,
+                     const float *scales, const struct output *o, int64_t num_in,
+                     int64_t num_out) {
+#if HAS_INT8
+    if (scales) {
+        struct int8_weight weight = {panels, scales};
+        struct int8_output output = {o->bias, o->onto, o->scale, o->gated, 1, o->y, o->width};
+        int8_linear_by_team(x, num_in, &weight, &output, s->tokens, num_in, num_out, s->rounded);
+        return;
+    }
+#endif
+    linear_by_team(x, num_in, panels, o, s->tokens, num_in, num_out);
+}
 
 INLINE void norm_by_team(const struct step *s, const uint16_t *weight, int64_t width, float eps) {
 #pragma omp for schedule(static)
@@ -65,14 +81,14 @@ INLINE void run_layer(const struct shape *m, const struct layer *l, const struct
     struct output gated = {l->gate_up_bias, NULL, 1.0f, 1, s->gated, m->width};
     struct output down = {l->down_bias, s->x, m->residual_scale, 0, s->x, m->hidden};
     norm_by_team(s, l->attention_norm, m->hidden, m->eps);
-    linear_by_team(s->normed, m->hidden, l->qkv, &qkv, s->tokens, m->hidden, qkv_width);
+    multiply(s, s->normed, l->qkv, l->qkv_scales, &qkv, m->hidden, qkv_width);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < s->tokens; t++) place_token(m, l, s, index, t);
     attend_by_team(p, jobs, num_jobs, tile, 1, 1);
-    linear_by_team(s->attended, q_width, l->output, &output, s->tokens, q_width, m->hidden);
+    multiply(s, s->attended, l->output, l->output_scales, &output, q_width, m->hidden);
     norm_by_team(s, l->mlp_norm, m->hidden, m->eps);
-    linear_by_team(s->normed, m->hidden, l->gate_up, &gated, s->tokens, m->hidden, 2 * m->width);
-    linear_by_team(s->gated, m->width, l->down, &down, s->tokens, m->width, m->hidden);
+    multiply(s, s->normed, l->gate_up, l->gate_up_scales, &gated, m->hidden, 2 * m->width);
+    multiply(s, s->gated, l->down, l->down_scales, &down, m->width, m->hidden);
 }
 
 /* 0; 1 when memory ran out; 2 for a block or a slot that is not there. Nothing is written then. */

@@ -9,6 +9,7 @@ from torch import Tensor
 from cb_kernels import torch_impl
 from cb_kernels.cpu.argmax import argmax
 from cb_kernels.cpu.kernels import Kernels
+from cb_kernels.int8 import linear_int8, quantize_weight
 from cb_kernels.ragged import RaggedBatch
 
 # Relative above 1. bfloat16 keeps 8 bits, and torch rounds to it at every step on the way.
@@ -21,6 +22,8 @@ def fault_of(kernels: Kernels) -> str | None:
         checks = {"attention": _attention, "rms_norm": _rms_norm, "rope": _rope, "argmax": _argmax}
         if kernels.has_linear and dtype == torch.bfloat16:
             checks |= {"linear": _linear, "gated linear": _gated}
+        if kernels.int8 is not None:
+            checks |= {"int8 linear": _int8, "gated int8 linear": _gated_int8}
         for name, check in checks.items():
             actual, expected = check(kernels, dtype)
             expected = expected.float()
@@ -85,3 +88,24 @@ def _gated(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     gate, up = F.linear(x, weight).chunk(2, -1)
     packed = kernels.pack(weight, gated=True)
     return kernels.linear(x, packed, None, 128, gated=True), F.silu(gate) * up
+
+
+def _int8(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ragged in rows, outputs and groups."""
+    c = kernels.int8
+    assert c is not None
+    x, weight, bias = (_numbers(*shape, dtype=dtype) / 8 for shape in ((8, 150), (80, 150), (80,)))
+    onto = _numbers(8, 80, dtype=dtype)
+    values, scales = quantize_weight(weight)
+    actual = c.linear(x, c.pack(values), scales, bias, gated=False, onto=onto, scale=0.5)
+    return actual, onto.float() + linear_int8(x, values, scales, bias) * 0.5
+
+
+def _gated_int8(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    c = kernels.int8
+    assert c is not None
+    x, weight = _numbers(8, 64, dtype=dtype) / 8, _numbers(128, 64, dtype=dtype)
+    values, scales = quantize_weight(weight)
+    gate, up = linear_int8(x, values, scales, None).chunk(2, -1)
+    packed, scales = c.pack(kernels.interleave(values)), kernels.interleave(scales)
+    return c.linear(x, packed, scales, None, gated=True), F.silu(gate) * up

@@ -81,6 +81,16 @@ def test_a_lesser_processor_gets_kernels_that_agree_with_torch(
     assert fault_of(loaded) is None
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+def test_a_processor_that_cannot_multiply_bytes_gets_the_other_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512vnni"))
+    loaded = Kernels(ctypes.CDLL(str(build.built_library(folder))))
+    assert loaded.int8 is None
+    assert fault_of(loaded) is None
+
+
 def test_without_a_compiler_torch_is_used_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

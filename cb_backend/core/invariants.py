@@ -42,7 +42,7 @@ def ref_counts_equal_owners(scheduler: Scheduler) -> None:
 
 def only_running_requests_own_blocks(scheduler: Scheduler) -> None:
     for request in scheduler.waiting:
-        if request.block_table or request.num_computed_tokens:
+        if request.block_table or request.num_computed_tokens or request.num_launched_tokens:
             raise InvariantError(f"only_running_requests_own_blocks: {request!r} waits")
     pinned = {b for block_table in scheduler.blocks.pins.block_tables for b in block_table}
     if not scheduler.running and scheduler.blocks.pool.num_in_use != len(pinned):
@@ -81,13 +81,30 @@ def running_follow_the_policy(scheduler: Scheduler) -> None:
 
 
 def counts_are_ordered(scheduler: Scheduler) -> None:
-    """computed <= known, output <= max_tokens, and the table covers what is computed."""
+    """computed <= known, output <= max_tokens, and the table covers what is launched."""
     for request in [*scheduler.running.values(), *scheduler.waiting]:
         covered = len(request.block_table) * scheduler.limits.block_size
-        if not request.num_computed_tokens <= min(covered, request.num_tokens):
+        if (
+            request.num_computed_tokens > request.num_tokens
+            or request.num_launched_tokens > covered
+        ):
             raise InvariantError(f"counts_are_ordered: computed of {request!r}")
         if not 0 <= request.num_output_tokens <= request.max_tokens:
             raise InvariantError(f"counts_are_ordered: output of {request!r}")
+
+
+def launched_tokens_are_in_flight(scheduler: Scheduler) -> None:
+    """What is launched and not computed is what the steps in flight compute, all of it known but
+    the one token that each of them samples for the next."""
+    plans = scheduler.plans_in_flight
+    for request in scheduler.running.values():
+        name = request.request_id
+        rows = [row for plan in plans for row in plan.rows if row.request_id == name]
+        in_flight = sum(row.num_scheduled_tokens for row in rows)
+        if request.num_launched_tokens != request.num_computed_tokens + in_flight:
+            raise InvariantError(f"launched_tokens_are_in_flight: {in_flight} of {request!r}")
+        if request.num_launched_tokens > request.num_tokens + max(len(rows) - 1, 0):
+            raise InvariantError(f"launched_tokens_are_in_flight: unknown ones of {request!r}")
 
 
 def cache_index_matches_pool(scheduler: Scheduler) -> None:
@@ -114,6 +131,7 @@ SCHEDULER_INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
     every_request_has_one_home,
     running_follow_the_policy,
     counts_are_ordered,
+    launched_tokens_are_in_flight,
     cache_index_matches_pool,
 )
 
@@ -127,10 +145,17 @@ def budget_is_kept(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def work_makes_progress(scheduler: Scheduler, plan: StepPlan) -> None:
-    """While a request lives, a step computes something; and no running one is left out."""
-    if scheduler.has_work and not plan.rows:
+    """While a request lives, a step computes something, or the step in flight does; and no running
+    one is left out, but those whose last token is in flight."""
+    before = [p for p in scheduler.plans_in_flight if p.step < plan.step]
+    if scheduler.has_work and not plan.rows and not any(p.rows for p in before):
         raise InvariantError(f"work_makes_progress: step {plan.step} is empty, requests wait")
-    missing = scheduler.running.keys() - {row.request_id for row in plan.rows}
+    rows = {row.request_id for row in plan.rows}
+    missing = [
+        request.request_id
+        for request in scheduler.running.values()
+        if request.request_id not in rows and request.num_unlaunched_tokens
+    ]
     if missing:
         raise InvariantError(f"work_makes_progress: {sorted(missing)} run without a row")
 

@@ -87,7 +87,7 @@ class KVBlocks:
         self.pool.share(owned(found.shared))
         request.block_table = list(found.shared)
         request.num_indexed_blocks = len(found.shared)
-        request.num_computed_tokens = found.num_tokens
+        request.num_computed_tokens = request.num_launched_tokens = found.num_tokens
         # Each allocation may evict a block into the host tier; it must not land on one that is
         # about to be read. Copies run in the order in which they are written down.
         self.host.pinned = frozenset(request.block_hashes) if found.swapped else frozenset()

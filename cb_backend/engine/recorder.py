@@ -217,8 +217,8 @@ class FileRecorder(Recorder):
             self._launched = None
         if isinstance(result, ErrorInfo):
             line["failed"] = True  # all of them
-        elif failed := [self._numbers[name] for name in result.failed if name in self._numbers]:
-            line["failed"] = failed  # but those that had ended before
+        elif failed := [self._numbers[e.request_id] for e in events if e.error is not None]:
+            line["failed"] = failed
         took = [
             [self._numbers[event.request_id], len(event.token_ids)]
             for event in events

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from cb_backend.core.kv_blocks import owned
-from cb_backend.core.request import RequestStatus
+from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.step_io import StepPlan
 from cb_backend.errors import InvariantError
@@ -42,7 +42,7 @@ def ref_counts_equal_owners(scheduler: Scheduler) -> None:
 
 def only_running_requests_own_blocks(scheduler: Scheduler) -> None:
     for request in scheduler.waiting:
-        if request.block_table or request.num_computed_tokens or request.num_launched_tokens:
+        if request.block_table or request.num_computed_tokens:
             raise InvariantError(f"only_running_requests_own_blocks: {request!r} waits")
     pinned = {b for block_table in scheduler.blocks.pins.block_tables for b in block_table}
     if not scheduler.running and scheduler.blocks.pool.num_in_use != len(pinned):
@@ -80,35 +80,27 @@ def running_follow_the_policy(scheduler: Scheduler) -> None:
         raise InvariantError(f"running_follow_the_policy: not by the keys of {roster.policy.name}")
 
 
+def _shares_in_flight(scheduler: Scheduler, request: Request) -> list[int]:
+    """Its tokens in each of the steps in flight."""
+    rows = (row for plan in scheduler.plans_in_flight for row in plan.rows)
+    return [row.num_scheduled_tokens for row in rows if row.request_id == request.request_id]
+
+
 def counts_are_ordered(scheduler: Scheduler) -> None:
-    """computed <= known, output <= max_tokens, and the table covers what is launched."""
+    """computed <= known, but for the one token that a step in flight samples for the next one;
+    output <= max_tokens; and the table covers what is computed."""
     for request in [*scheduler.running.values(), *scheduler.waiting]:
         covered = len(request.block_table) * scheduler.limits.block_size
-        if (
-            request.num_computed_tokens > request.num_tokens
-            or request.num_launched_tokens > covered
-        ):
+        num_unknown = len(_shares_in_flight(scheduler, request)) > 1
+        if request.num_computed_tokens > min(covered, request.num_tokens + num_unknown):
             raise InvariantError(f"counts_are_ordered: computed of {request!r}")
         if not 0 <= request.num_output_tokens <= request.max_tokens:
             raise InvariantError(f"counts_are_ordered: output of {request!r}")
 
 
-def launched_tokens_are_in_flight(scheduler: Scheduler) -> None:
-    """What is launched and not computed is what the steps in flight compute, all of it known but
-    the one token that each of them samples for the next."""
-    plans = scheduler.plans_in_flight
-    for request in scheduler.running.values():
-        name = request.request_id
-        rows = [row for plan in plans for row in plan.rows if row.request_id == name]
-        in_flight = sum(row.num_scheduled_tokens for row in rows)
-        if request.num_launched_tokens != request.num_computed_tokens + in_flight:
-            raise InvariantError(f"launched_tokens_are_in_flight: {in_flight} of {request!r}")
-        if request.num_launched_tokens > request.num_tokens + max(len(rows) - 1, 0):
-            raise InvariantError(f"launched_tokens_are_in_flight: unknown ones of {request!r}")
-
-
 def cache_index_matches_pool(scheduler: Scheduler) -> None:
-    """The prefix cache knows exactly what the pool holds as cached, and nothing free."""
+    """The prefix cache knows exactly what the pool holds as cached, and nothing that is free or not
+    yet computed."""
     indexed = scheduler.blocks.prefix_cache.indexed_blocks
     if indexed.keys() != scheduler.blocks.pool.cached_blocks or len(set(indexed.values())) != len(
         indexed
@@ -117,7 +109,8 @@ def cache_index_matches_pool(scheduler: Scheduler) -> None:
     if free := indexed.keys() & set(scheduler.blocks.pool.free_blocks):
         raise InvariantError(f"cache_index_matches_pool: free blocks {free} are indexed")
     for request in scheduler.running.values():
-        full = request.num_computed_tokens // scheduler.limits.block_size
+        num_computed = request.num_computed_tokens - sum(_shares_in_flight(scheduler, request))
+        full = num_computed // scheduler.limits.block_size
         for index, block_id in enumerate(request.block_table):
             digest = indexed.get(block_id)
             if digest is not None and (index >= full or digest != request.block_hashes[index]):
@@ -131,7 +124,6 @@ SCHEDULER_INVARIANTS: tuple[Callable[[Scheduler], None], ...] = (
     every_request_has_one_home,
     running_follow_the_policy,
     counts_are_ordered,
-    launched_tokens_are_in_flight,
     cache_index_matches_pool,
 )
 
@@ -154,7 +146,7 @@ def work_makes_progress(scheduler: Scheduler, plan: StepPlan) -> None:
     missing = [
         request.request_id
         for request in scheduler.running.values()
-        if request.request_id not in rows and request.num_unlaunched_tokens
+        if request.request_id not in rows and request.num_uncomputed_tokens
     ]
     if missing:
         raise InvariantError(f"work_makes_progress: {sorted(missing)} run without a row")

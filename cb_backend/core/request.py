@@ -37,9 +37,9 @@ class RequestCost:
 class Request:
     """`token_ids` is the prompt followed by the output: all that is known of the sequence.
 
-    `num_computed_tokens` of them have their K and V in the cache; a step computes some more. While
-    a step is in flight `num_launched_tokens` is ahead of that, and once it has reached all that is
-    known, one more token is on its way: sampled on the device, its id not yet known here.
+    `num_computed_tokens` of them have their K and V in the cache; a step computes some more. Those
+    of a step in flight count as computed. Once they are all that is known, one more token is on its
+    way: sampled on the device, its id not yet here.
     """
 
     request_id: str
@@ -60,7 +60,6 @@ class Request:
     sequence: int = 0  # place in the order of arrival, given by the scheduler
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    num_launched_tokens: int = 0  # computed when the steps that are in flight are done
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
@@ -80,12 +79,8 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def num_unlaunched_tokens(self) -> int:
-        """What steps can still be launched for: tokens that are known, or the one on its way."""
-        num_known = len(self.token_ids) - self.num_launched_tokens
+        """That are known; or the one on its way, if a step shall compute it."""
+        num_known = len(self.token_ids) - self.num_computed_tokens
         return num_known or int(not self.ends_with_next)
 
     @property

@@ -60,7 +60,7 @@ class Scheduler:
     def only_awaits(self) -> bool:
         """Whether all that run wait for nothing but the last token, from a step in flight."""
         return bool(self.running) and not any(
-            request.num_unlaunched_tokens for request in self.running.values()
+            request.num_uncomputed_tokens for request in self.running.values()
         )
 
     def add(self, request: Request) -> None:
@@ -107,10 +107,9 @@ class Scheduler:
             if failed and (error := failed.get(request_id)) is not None:
                 events.append(self._finish(request, step, FinishReason.ERROR, now, error))
                 continue
-            # Not what is launched: no block is findable before it is computed and its ids known.
-            request.num_computed_tokens = num_computed = num_computed + num_new
-            if num_computed // block_size > request.num_indexed_blocks:
-                self.blocks.index_full(request)
+            if request.num_computed_tokens // block_size > request.num_indexed_blocks:
+                # Without what a step behind this one computes.
+                self.blocks.index_full(request, num_computed + num_new)
             if samples:
                 if request.pin_s and request.num_output_tokens == 0:
                     self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
@@ -125,7 +124,7 @@ class Scheduler:
                 event = (request_id, token_ids, step, now, num_cached, None, None, None)
                 events.append(event_of(event))
             if has_window:
-                self.blocks.release_outside_window(request)
+                self.blocks.release_outside_window(request, num_computed + num_new)
         return events
 
     def fail(

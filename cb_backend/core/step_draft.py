@@ -33,7 +33,7 @@ class StepDraft:
 
     def give(self, request: Request, num_new: int, blocks: KVBlocks) -> None:
         """Add tokens to the request's share, and the blocks that they need."""
-        request_id, num_computed = request.request_id, request.num_launched_tokens
+        request_id, num_computed = request.request_id, request.num_computed_tokens
         self.left -= num_new
         place = self._places.get(request_id)
         if place is not None:
@@ -59,13 +59,11 @@ class StepDraft:
         return self.rows[self._places[request.request_id]].num_scheduled_tokens
 
     def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
-        """Nobody's share changes any more: from here on it counts as launched."""
-        for place in self._places.values():
-            row = self.rows[place]
-            end = row.num_computed_tokens + row.num_scheduled_tokens
-            self.requests[place].num_launched_tokens = end
+        """Nobody's share changes any more: from here on it counts as computed."""
         copies, blocks.copies = tuple(blocks.copies), []
         admitted = tuple(_admission(request) for request in self._admitted)
+        for place in self._places.values():
+            self.requests[place].num_computed_tokens += self.rows[place].num_scheduled_tokens
         return StepPlan(step, retired, admitted, tuple(self.rows), copies)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from cb_backend.core.request import FinishReason, RequestCost
@@ -43,6 +44,7 @@ class ScheduledRow(NamedTuple):  # a tuple: a step makes hundreds, see `row_of`
     samples: bool  # the step reaches the last known token, so its logits give the next one
 
 
+_num_scheduled_tokens = itemgetter(ScheduledRow._fields.index("num_scheduled_tokens"))
 row_of = partial(tuple.__new__, ScheduledRow)  # of all its fields at once, in half the time
 
 
@@ -83,7 +85,7 @@ class StepPlan:
     num_tokens: int = field(init=False)  # of all rows
 
     def __post_init__(self) -> None:
-        num_tokens = sum([row.num_scheduled_tokens for row in self.rows])
+        num_tokens = sum(map(_num_scheduled_tokens, self.rows))
         object.__setattr__(self, "num_tokens", num_tokens)  # it is frozen
 
 

@@ -63,21 +63,18 @@ class StepPlanner:
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         num_lost = self.num_preemptions
-        running, block_size = RequestStatus.RUNNING, self._limits.block_size
-        rows, requests = draft.rows, draft.requests
-        for request in self._roster.in_order():
-            if request.status is not running:
-                continue  # gave way to an earlier one a moment ago
-            num_computed = request.num_launched_tokens
+        rows, requests, block_size = draft.rows, draft.requests, self._limits.block_size
+        for request in self._roster.in_order():  # who gives way leaves it at its end
+            num_computed = request.num_computed_tokens
             num_left = len(request.token_ids) - num_computed
             if not num_left:  # what comes next is still being sampled
-                num_left = request.num_unlaunched_tokens
+                num_left = request.num_uncomputed_tokens
             if num_left == 1 and num_computed < len(request.block_table) * block_size:
                 # Hundreds pass here in every step: one token, which has its place, and for which
                 # the one that was set aside is spent.
                 rows.append(row_of((request.request_id, num_computed, 1, (), True)))
                 requests.append(request)
-                request.num_launched_tokens = num_computed + 1
+                request.num_computed_tokens = num_computed + 1
                 continue
             draft.left += 1  # what was set aside for it
             if not num_left:
@@ -119,9 +116,9 @@ class StepPlanner:
             left -= taken
             self._admit(request, found, draft)
             chunk = min(self._limits.max_prefill_chunk, draft.left)
-            if request.num_unlaunched_tokens > chunk:
+            if request.num_uncomputed_tokens > chunk:
                 draft.partial.append(request)
-            draft.give(request, min(request.num_unlaunched_tokens, chunk), self._blocks)
+            draft.give(request, min(request.num_uncomputed_tokens, chunk), self._blocks)
 
     def _spend_rest(self, draft: StepDraft) -> None:
         """What is left after everyone had a share goes to the first that can use more."""
@@ -129,8 +126,8 @@ class StepPlanner:
             if draft.left <= 0:
                 return
             num_blocks = len(request.block_table) + self._blocks.pool.num_available
-            room = num_blocks * self._limits.block_size - request.num_launched_tokens
-            more = min(request.num_unlaunched_tokens, room) - draft.share_of(request)
+            room = num_blocks * self._limits.block_size - request.num_computed_tokens
+            more = min(request.num_uncomputed_tokens, room) - draft.share_of(request)
             if more > 0:
                 draft.give(request, min(more, draft.left), self._blocks)
 
@@ -149,7 +146,7 @@ class StepPlanner:
         request = self._roster.last()
         self._blocks.release(request)
         self._roster.preempt(request)
-        request.num_computed_tokens = request.num_launched_tokens = 0
+        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         return request
@@ -166,7 +163,7 @@ class StepPlanner:
 
     def _num_unpromised(self, behind: Iterable[Request]) -> int:
         """Available blocks less what those who are behind need to catch up."""
-        promised = sum(self._missing(request, request.num_unlaunched_tokens) for request in behind)
+        promised = sum(self._missing(request, request.num_uncomputed_tokens) for request in behind)
         return self._blocks.pool.num_available - promised
 
     def _headroom(self) -> int:
@@ -174,4 +171,4 @@ class StepPlanner:
         return max(1, self._blocks.pool.num_blocks // 100) if self._roster.running else 0
 
     def _missing(self, request: Request, num_new: int) -> int:
-        return self._blocks.missing(request, request.num_launched_tokens + num_new)
+        return self._blocks.missing(request, request.num_computed_tokens + num_new)

@@ -78,14 +78,8 @@ def compute_past_the_table(scheduler: Scheduler) -> None:
     scheduler.running["a"].num_computed_tokens = 99
 
 
-def launch_what_is_not_in_flight(scheduler: Scheduler) -> None:
-    scheduler.running["a"].num_launched_tokens -= 1
-
-
-def launch_past_what_is_known(scheduler: Scheduler) -> None:
-    scheduler.running["a"].num_launched_tokens += 1
-    scheduler.running["a"].num_computed_tokens += 1
-    scheduler.running["a"].token_ids.pop()
+def compute_what_nobody_samples(scheduler: Scheduler) -> None:
+    scheduler.running["a"].num_computed_tokens += 2  # the place is there, the token is not
 
 
 def generate_past_max_tokens(scheduler: Scheduler) -> None:
@@ -112,9 +106,8 @@ SCHEDULER_FAULTS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("running_follow_the_policy", serve_the_last_first),
     ("running_follow_the_policy", forget_one_in_the_order),
     ("counts_are_ordered", compute_past_the_table),
+    ("counts_are_ordered", compute_what_nobody_samples),
     ("counts_are_ordered", generate_past_max_tokens),
-    ("launched_tokens_are_in_flight", launch_what_is_not_in_flight),
-    ("launched_tokens_are_in_flight", launch_past_what_is_known),
     ("cache_index_matches_pool", index_a_free_block),
     ("cache_index_matches_pool", index_a_block_under_a_wrong_digest),
 ]

@@ -88,7 +88,9 @@ def _shares_in_flight(scheduler: Scheduler, request: Request) -> list[int]:
 
 def counts_are_ordered(scheduler: Scheduler) -> None:
     """computed <= known, but for the one token that a step in flight samples for the next one;
-    output <= max_tokens; and the table covers what is computed."""
+    output <= max_tokens; the table covers what is computed; the queue knows its length."""
+    if scheduler.waiting.num_tokens != sum(request.num_tokens for request in scheduler.waiting):
+        raise InvariantError("counts_are_ordered: the tokens of the queue")
     for request in [*scheduler.running.values(), *scheduler.waiting]:
         covered = len(request.block_table) * scheduler.limits.block_size
         num_unknown = len(_shares_in_flight(scheduler, request)) > 1

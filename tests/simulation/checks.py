@@ -31,6 +31,7 @@ class PlanChecks:
     def before_launch(self, plan: StepPlan) -> None:
         self._check_admissions(plan)
         self._check_salts(plan)
+        self._check_ends(plan)
         self._resized = False
 
     def after_step(self, executor: ShadowExecutor, failed: bool) -> None:
@@ -99,6 +100,14 @@ class PlanChecks:
                     raise SimulationError(f"{row.request_id} reads a block of another salt")
             for block_id in table[first:]:
                 self._salt_of_block[block_id] = salt
+
+    def _check_ends(self, plan: StepPlan) -> None:
+        """Nobody computes a last token: nothing is sampled from it."""
+        for row in plan.rows:
+            submit = self.submits[row.request_id]
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            if end >= len(submit.prompt) + submit.max_tokens:
+                raise SimulationError(f"{row.request_id} computes its last token")
 
     def _follow_salt(self, copy: BlockCopy) -> None:
         source = self._salt_of_host_block if copy.kind is CopyKind.IN else self._salt_of_block

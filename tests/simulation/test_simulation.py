@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.__main__ import failure_of, report
 from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.mutants_ahead import MUTANTS_AHEAD
 from tests.simulation.planting import planted
 from tests.simulation.scenario import Abort, Submit
 from tests.simulation.shrink import shrink
@@ -54,7 +55,7 @@ def test_a_seed_always_draws_the_same_scenario() -> None:
     assert draw(7) != draw(8)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MUTANTS_AHEAD], ids=lambda mutant: mutant.name)
 def test_the_planted_bug_is_found(mutant: Mutant) -> None:
     with planted(mutant) as world:
         for seed in range(MAX_SEEDS_PER_MUTANT):

@@ -67,8 +67,8 @@ class StepPlanner:
         for request in self._roster.in_order():  # who gives way leaves it at its end
             num_computed = request.num_computed_tokens
             num_left = len(request.token_ids) - num_computed
-            if not num_left:  # what comes next is still being sampled
-                num_left = request.num_uncomputed_tokens
+            if not num_left:  # the next one is on its way, and is computed unless it is the last
+                num_left = int(not request.ends_with_next)
             if num_left == 1 and num_computed < len(request.block_table) * block_size:
                 # Hundreds pass here in every step: one token, which has its place, and for which
                 # the one that was set aside is spent.

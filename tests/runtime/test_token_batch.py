@@ -111,3 +111,12 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     apply(batch, retired=("a", "unknown"))
     with pytest.raises(InternalError, match="1 blocks of 4"):
         apply(batch, ScheduledRow("a", 0, 5, (0,), True), admitted=(admission("a", range(6)),))
+
+
+def test_a_sampled_token_that_is_not_the_last_cannot_be_computed() -> None:
+    batch = batch_of()
+    prompt = ScheduledRow("a", 0, 3, (0,), True)
+    apply(batch, prompt, admitted=(admission("a", range(3)),))
+    apply(batch, ScheduledRow("a", 3, 1, (), True))
+    with pytest.raises(InternalError, match="needs more than its last sampled token"):
+        apply(batch, ScheduledRow("a", 3, 2, (1,), True))

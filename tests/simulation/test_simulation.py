@@ -38,6 +38,7 @@ def test_every_seed_holds(first: int) -> None:
 
 def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
     worlds = [run(draw(seed)) for seed in range(40)]
+    assert 10 < sum(world.scenario.runs_ahead for world in worlds) < 30
     schedulers = [world.engine.scheduler for world in worlds]
     assert sum(scheduler.planner.num_preemptions for scheduler in schedulers) > 100
     assert sum(scheduler.planner.num_cached_tokens for scheduler in schedulers) > 500

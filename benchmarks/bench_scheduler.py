@@ -26,7 +26,7 @@ from cb_backend.core.request import Request
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import ModelInfo, PoolResize, StepPlan, StepResult
+from cb_backend.core.step_io import FinishedStep, ModelInfo, PoolResize, StepPlan, StepResult
 from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
@@ -59,14 +59,16 @@ class CheapExecutor:
             dtype="none",
             attention="none",
             implementation="native",
+            runs_ahead=False,
         )
 
     @property
     def model_info(self) -> ModelInfo:
         return self._info
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult({row.request_id: (7,) for row in plan.rows if row.samples}, {})
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        tokens = {row.request_id: (7,) for row in plan.rows if row.samples}
+        return FinishedStep(StepResult(tokens, {}))
 
     def resize(self, change: PoolResize) -> None:
         raise NotImplementedError
@@ -121,7 +123,7 @@ def step_seconds(scheduler: Scheduler, executor: CheapExecutor) -> float:
     started = time.thread_time()
     plan = scheduler.schedule()
     scheduled = time.thread_time()
-    result = executor.execute(plan)
+    result = executor.launch(plan).result()
     executed = time.thread_time()
     scheduler.update(plan, result, now=0.0)
     return time.thread_time() - executed + scheduled - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,21 +12,22 @@ from itertools import pairwise
 from cb_backend.core.request import Request
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
-    Admission,
     BlockCopy,
     CopyKind,
+    FinishedStep,
     ModelInfo,
+    PendingStep,
     PoolResize,
     ScheduledRow,
     StepPlan,
     StepResult,
-    TokenEvent,
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.errors import ErrorInfo
 
 VOCAB_SIZE = 1000
 POISON = (-7, -7)
+NO_TOKEN = -9  # what logits that are not finite give
 
 
 def make_model_info(
@@ -35,6 +37,7 @@ def make_model_info(
     max_model_len: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
     window: int | None = None,
+    runs_ahead: bool = False,
 ) -> ModelInfo:
     return ModelInfo(
         model_name="fake",
@@ -50,6 +53,7 @@ def make_model_info(
         dtype="int64",
         attention="fake",
         implementation="native",
+        runs_ahead=runs_ahead,
     )
 
 
@@ -78,8 +82,9 @@ class ShadowExecutor:
     As K and V do, a slot also depends on everything before it: it holds a chain over the prefix,
     computed from the slot before, read through the block table. Any fault of paging, sharing,
     preemption or retirement therefore changes the output or raises.
-    `before_step` may raise or block, to play a device that does; `fail_rows` names rows that fail
-    alone.
+    Running ahead, it computes nothing before its result is asked for, as a slow device would.
+    `before_step` may raise or block, to play a device that does, and `before_launch` a driver;
+    `fail_rows` names rows that fail alone.
     """
 
     def __init__(
@@ -88,10 +93,12 @@ class ShadowExecutor:
         *,
         next_token: Callable[[Sequence[int]], int] = next_by_counting,
         before_step: Callable[[StepPlan], None] = lambda plan: None,
+        before_launch: Callable[[StepPlan], None] = lambda plan: None,
         num_host_blocks: int = 0,
     ) -> None:
         self.info = info or make_model_info()
-        self.plans: list[StepPlan] = []
+        self.plans: list[StepPlan] = []  # that were begun
+        self.launched: deque[StepPlan] = deque()  # and not begun
         self.fail_rows: set[str] = set()
         self.free = 2**40  # bytes
         self.resizes: list[PoolResize] = []
@@ -99,7 +106,9 @@ class ShadowExecutor:
         self.closed = threading.Event()
         self._next_token = next_token
         self._before_step = before_step
+        self._before_launch = before_launch
         self._rows: dict[str, _Row] = {}
+        self._fallen: list[StepPlan] = []  # whose launch failed; the next one swaps their rows
         self._cache = [
             [POISON] * self.info.block_size for _ in range(self.info.num_blocks)
         ]  # [N, block_size] of (token id, chain)
@@ -113,12 +122,23 @@ class ShadowExecutor:
     def batch(self) -> set[str]:
         return set(self._rows)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> PendingStep:
+        while self._fallen:
+            assert not self.launched, "a step in flight when a launch had failed"
+            self._swap_rows(self._fallen.pop(0))
+        try:
+            self._before_launch(plan)
+        except Exception:
+            self._fallen.append(plan)
+            raise
+        if self.info.runs_ahead:
+            self.launched.append(plan)
+            return _LaunchedStep(self, plan)
+        return FinishedStep(self.compute(plan))
+
+    def compute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
-        for request_id in plan.retired:
-            self._rows.pop(request_id, None)
-        for admission in plan.admitted:
-            self._admit(admission)
+        self._swap_rows(plan)
         self._before_step(plan)
         for copy in plan.copies:
             self._copy(copy)
@@ -129,12 +149,15 @@ class ShadowExecutor:
             self._write(row)
         for row in plan.rows:
             if row.request_id in self.fail_rows:
+                if row.samples:
+                    self._rows[row.request_id].token_ids.append(NO_TOKEN)
                 result.failed[row.request_id] = ErrorInfo("request_failed", "told to fail")
             elif row.samples:
                 result.token_ids[row.request_id] = (self._sample(row),)
         return result
 
     def resize(self, change: PoolResize) -> None:
+        assert not self.launched, "blocks move under a step in flight"
         self.resizes.append(change)
         for copy in change.copies:
             self._copy(copy)
@@ -161,13 +184,16 @@ class ShadowExecutor:
     def close(self) -> None:
         self.closed.set()
 
+    def _swap_rows(self, plan: StepPlan) -> None:
+        for request_id in plan.retired:
+            self._rows.pop(request_id, None)
+        for admission in plan.admitted:
+            self._rows[admission.request_id] = _Row(list(admission.token_ids))
+
     def _copy(self, copy: BlockCopy) -> None:
         source = self._host if copy.kind is CopyKind.IN else self._cache
         target = self._host if copy.kind is CopyKind.OUT else self._cache
         target[copy.target] = list(source[copy.source])
-
-    def _admit(self, admission: Admission) -> None:
-        self._rows[admission.request_id] = _Row(list(admission.token_ids))
 
     def _extend(self, scheduled: ScheduledRow) -> None:
         self._rows[scheduled.request_id].block_table.extend(scheduled.new_block_ids)
@@ -196,6 +222,16 @@ class ShadowExecutor:
             token_id = (token_id + 1) % VOCAB_SIZE  # what attention over foreign K and V gives
         row.token_ids.append(token_id)
         return token_id
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    executor: ShadowExecutor
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        assert self.executor.launched.popleft() is self.plan, "results are asked for out of order"
+        return self.executor.compute(self.plan)
 
 
 def _chain(before: int, token_id: int) -> int:
@@ -252,42 +288,3 @@ def make_request(
         fork_of=fork_of,
         pin_s=pin_s,
     )
-
-
-class RecordingReceiver:
-    """A Receiver that keeps what it is given; tests wait for the end of a request on it."""
-
-    def __init__(self, *, gone: bool = False) -> None:
-        self.batches: list[list[TokenEvent]] = []
-        self._gone = gone
-        self._changed = threading.Condition()
-
-    @property
-    def events(self) -> list[TokenEvent]:
-        return [event for batch in self.batches for event in batch]
-
-    def deliver(self, events: list[TokenEvent]) -> bool:
-        with self._changed:
-            self.batches.append(events)
-            self._changed.notify_all()
-        return not self._gone
-
-    def of(self, request_id: str) -> list[TokenEvent]:
-        return [event for event in self.events if event.request_id == request_id]
-
-    def tokens_of(self, request_id: str) -> list[int]:
-        return [token_id for event in self.of(request_id) for token_id in event.token_ids]
-
-    def wait_for_tokens(self, request_id: str, count: int) -> None:
-        self._wait(lambda: len(self.tokens_of(request_id)) >= count, f"{count} of {request_id}")
-
-    def wait_for_end(self, request_id: str) -> TokenEvent:
-        self._wait(
-            lambda: any(e.finish_reason is not None for e in self.of(request_id)),
-            f"the end of {request_id}",
-        )
-        return self.of(request_id)[-1]
-
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, timeout=10.0), f"no sign of {what}"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from cb_backend.core.kv_blocks import owned
-from cb_backend.core.request import RequestStatus
+from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.step_io import StepPlan
 from cb_backend.errors import InvariantError
@@ -80,18 +80,29 @@ def running_follow_the_policy(scheduler: Scheduler) -> None:
         raise InvariantError(f"running_follow_the_policy: not by the keys of {roster.policy.name}")
 
 
+def _shares_in_flight(scheduler: Scheduler, request: Request) -> list[int]:
+    """Its tokens in each of the steps in flight."""
+    rows = (row for plan in scheduler.plans_in_flight for row in plan.rows)
+    return [row.num_scheduled_tokens for row in rows if row.request_id == request.request_id]
+
+
 def counts_are_ordered(scheduler: Scheduler) -> None:
-    """computed <= known, output <= max_tokens, and the table covers what is computed."""
+    """computed <= known, but for the one token that a step in flight samples for the next one;
+    output <= max_tokens; the table covers what is computed; the queue knows its length."""
+    if scheduler.waiting.num_tokens != sum(request.num_tokens for request in scheduler.waiting):
+        raise InvariantError("counts_are_ordered: the tokens of the queue")
     for request in [*scheduler.running.values(), *scheduler.waiting]:
         covered = len(request.block_table) * scheduler.limits.block_size
-        if not request.num_computed_tokens <= min(covered, request.num_tokens):
+        num_unknown = len(_shares_in_flight(scheduler, request)) > 1
+        if request.num_computed_tokens > min(covered, request.num_tokens + num_unknown):
             raise InvariantError(f"counts_are_ordered: computed of {request!r}")
         if not 0 <= request.num_output_tokens <= request.max_tokens:
             raise InvariantError(f"counts_are_ordered: output of {request!r}")
 
 
 def cache_index_matches_pool(scheduler: Scheduler) -> None:
-    """The prefix cache knows exactly what the pool holds as cached, and nothing free."""
+    """The prefix cache knows exactly what the pool holds as cached, and nothing that is free or not
+    yet computed."""
     indexed = scheduler.blocks.prefix_cache.indexed_blocks
     if indexed.keys() != scheduler.blocks.pool.cached_blocks or len(set(indexed.values())) != len(
         indexed
@@ -100,7 +111,8 @@ def cache_index_matches_pool(scheduler: Scheduler) -> None:
     if free := indexed.keys() & set(scheduler.blocks.pool.free_blocks):
         raise InvariantError(f"cache_index_matches_pool: free blocks {free} are indexed")
     for request in scheduler.running.values():
-        full = request.num_computed_tokens // scheduler.limits.block_size
+        num_computed = request.num_computed_tokens - sum(_shares_in_flight(scheduler, request))
+        full = num_computed // scheduler.limits.block_size
         for index, block_id in enumerate(request.block_table):
             digest = indexed.get(block_id)
             if digest is not None and (index >= full or digest != request.block_hashes[index]):
@@ -127,10 +139,17 @@ def budget_is_kept(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def work_makes_progress(scheduler: Scheduler, plan: StepPlan) -> None:
-    """While a request lives, a step computes something; and no running one is left out."""
-    if scheduler.has_work and not plan.rows:
+    """While a request lives, a step computes something, or the step in flight does; and no running
+    one is left out, but those whose last token is in flight."""
+    before = [p for p in scheduler.plans_in_flight if p.step < plan.step]
+    if scheduler.has_work and not plan.rows and not any(p.rows for p in before):
         raise InvariantError(f"work_makes_progress: step {plan.step} is empty, requests wait")
-    missing = scheduler.running.keys() - {row.request_id for row in plan.rows}
+    rows = {row.request_id for row in plan.rows}
+    missing = [
+        request.request_id
+        for request in scheduler.running.values()
+        if request.request_id not in rows and request.num_uncomputed_tokens
+    ]
     if missing:
         raise InvariantError(f"work_makes_progress: {sorted(missing)} run without a row")
 

@@ -110,21 +110,22 @@ class KVBlocks:
         request.block_table = []
         request.num_indexed_blocks = 0
 
-    def index_full(self, request: Request) -> None:
-        """Make every block that is full and computed findable."""
+    def index_full(self, request: Request, num_computed: int) -> None:
+        """Make every block findable that is full of tokens which are known and whose step is over:
+        one that is in flight may yet fail."""
         if not self._enable_prefix_caching:
             return
-        num_full = request.num_computed_tokens // self.block_size
+        num_full = num_computed // self.block_size
         if num_full > request.num_indexed_blocks:
             self._extend_hashes(request)
             for index in range(request.num_indexed_blocks, num_full):
                 self.prefix_cache.insert(request.block_hashes[index], request.block_table[index])
             request.num_indexed_blocks = num_full
 
-    def release_outside_window(self, request: Request) -> None:
-        """Give up the blocks that no later token can see. Their places in the table become holes:
-        the executor's table keeps its numbers, which it must not read."""
-        num_unseen = self._num_unseen(request.num_computed_tokens)
+    def release_outside_window(self, request: Request, num_computed: int) -> None:
+        """Give up the blocks that no token after the first `num_computed` can see. Their places in
+        the table become holes: the executor's table keeps its numbers, which it must not read."""
+        num_unseen = self._num_unseen(num_computed)
         unseen = request.block_table[:num_unseen]
         if unseen and unseen[-1] != HOLE:
             self.pool.release(owned(unseen))

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.step_io import BlockCopy, CopyKind, PoolResize
-from cb_backend.errors import InvalidRequestError
+from cb_backend.errors import InternalError, InvalidRequestError
 
 
 def resize_pool(scheduler: Scheduler, num_blocks: int, *, fewest: int) -> PoolResize:
     """Bring the scheduler's books to `num_blocks`; the executor must follow before the next step.
 
     Requests that no longer fit are preempted, the last in order first; what is evicted goes to the
-    host tier. Raises InvalidRequestError below `fewest`, what the longest request needs.
+    host tier. No step may be in flight: its table has blocks that would move. Raises
+    InvalidRequestError below `fewest`, what the longest request needs.
     """
+    if scheduler.plans_in_flight:
+        raise InternalError("the KV pool is resized between steps, and one is in flight")
     if num_blocks < fewest:
         raise InvalidRequestError(
             f"num_kv_blocks must be at least {fewest}, which a request of max_model_len tokens"

@@ -37,7 +37,9 @@ class RequestCost:
 class Request:
     """`token_ids` is the prompt followed by the output: all that is known of the sequence.
 
-    `num_computed_tokens` of them have their K and V in the cache; a step computes some more.
+    `num_computed_tokens` of them have their K and V in the cache; a step computes some more. Those
+    of a step in flight count as computed. Once they are all that is known, one more token is on its
+    way: sampled on the device, its id not yet here.
     """
 
     request_id: str
@@ -77,7 +79,14 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        """That are known; or the one on its way, if a step shall compute it."""
+        num_known = len(self.token_ids) - self.num_computed_tokens
+        return num_known or int(not self.ends_with_next)
+
+    @property
+    def ends_with_next(self) -> bool:
+        """Whether the next token is the last, whatever it is."""
+        return len(self.token_ids) - self.num_prompt_tokens + 1 >= self.max_tokens
 
     def charge(self, device_seconds: float, step_seconds: float) -> None:
         """With its share of a step, and with the blocks that it held for all of it."""

@@ -6,14 +6,15 @@ prompt of another request to be computed.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 
 from cb_backend.core.policies import Key, Policy
 from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.waiting_queue import WaitingQueue
 
-_Place = tuple[Key, str, Request]  # ids are unique, so requests are never compared
+_Place = tuple[Key, str]  # ids are unique
 
 
 class Roster:
@@ -24,25 +25,31 @@ class Roster:
         self.running: dict[str, Request] = {}
         self.waiting = WaitingQueue(policy)
         self.forks: dict[str, list[Request]] = {}  # by the request whose prompt they wait for
-        self._order: list[_Place] = []  # the running, by the policy's key
-        self._places: dict[str, _Place] = {}  # of each of the running in `_order`
+        self._order: list[Request] = []  # the running, by the policy's key
+        self._places: list[_Place] = []  # of each of them, as it was when it began to run
+        self._place_of: dict[str, _Place] = {}
         self._active: Counter[str] = Counter()  # requests of each group that run or wait
         self._retired: list[str] = []  # stopped running; the executor still has their rows
         self._num_added = 0
 
     def use(self, policy: Policy) -> None:
         """Order everything anew."""
-        before = self.policy, self.waiting, self._active, self._order, self._places
+        before = self.policy, self.waiting, self._active
+        order_before = self._order, self._places, self._place_of
         self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
         try:
-            places = {r.request_id: _place(policy, r) for r in self.running.values()}
-            self._order, self._places = sorted(places.values()), places
+            self._place_of = {r.request_id: _place(policy, r) for r in self.running.values()}
+            self._order = sorted(
+                self.running.values(), key=lambda request: self._place_of[request.request_id]
+            )
+            self._places = sorted(self._place_of.values())
             for request in self.running.values():
                 self._activate(request)
             for request in before[1]:
                 self._queue(request)
         except Exception:  # a policy of the user's own may raise: nobody is lost for it
-            self.policy, self.waiting, self._active, self._order, self._places = before
+            self.policy, self.waiting, self._active = before
+            self._order, self._places, self._place_of = order_before
             raise
 
     def add(self, request: Request) -> None:
@@ -62,21 +69,23 @@ class Roster:
         forks = (fork for group in self.forks.values() for fork in group)
         return found or next((fork for fork in forks if fork.request_id == request_id), None)
 
-    def in_order(self) -> list[Request]:
-        """The running requests in the order of the policy."""
-        return [request for _, _, request in self._order]
+    def in_order(self) -> Sequence[Request]:
+        """The running requests in the order of the policy, as they come and go."""
+        return self._order
 
     def last(self) -> Request:
         """The running request that gives way first."""
-        return self._order[-1][2]
+        return self._order[-1]
 
     def run(self, request: Request) -> None:
         """From the queue to the running."""
         request.status = RequestStatus.RUNNING
         self.waiting.remove(request)
         self.running[request.request_id] = request
-        place = self._places[request.request_id] = _place(self.policy, request)
-        insort(self._order, place)
+        place = self._place_of[request.request_id] = _place(self.policy, request)
+        index = bisect_left(self._places, place)
+        self._places.insert(index, place)
+        self._order.insert(index, request)
 
     def preempt(self, request: Request) -> None:
         """From the running back to the queue."""
@@ -113,7 +122,8 @@ class Roster:
 
     def _stop(self, request: Request) -> None:
         del self.running[request.request_id]
-        del self._order[bisect_left(self._order, self._places.pop(request.request_id))]
+        index = bisect_left(self._places, self._place_of.pop(request.request_id))
+        del self._order[index], self._places[index]
         self._retired.append(request.request_id)
 
     def _activate(self, request: Request) -> None:
@@ -130,4 +140,4 @@ class Roster:
 
 
 def _place(policy: Policy, request: Request) -> _Place:
-    return policy.key(request), request.request_id, request
+    return policy.key(request), request.request_id

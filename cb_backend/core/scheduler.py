@@ -3,23 +3,31 @@
 There is no prefill and no decode here. Each request has tokens that are known and tokens that are
 computed, and every step lets it catch up: a whole prompt, a chunk of one, or the single token
 that was sampled last. (vLLM v1's idea.)
+
+A step may be scheduled while the one before is in flight. Its rows then begin with tokens whose ids
+are not known here: the executor has them. What the step in flight turns out to have ended leaves a
+row without a request in the next one, whose result is dropped. Its blocks are given back at once:
+the executor carries steps out in their order, so whoever gets them writes later.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.policies import Policy
-from cb_backend.core.request import FinishReason, Request
+from cb_backend.core.request import FinishReason, Request, RequestStatus
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent, event_of
 from cb_backend.core.step_planner import StepPlanner
 from cb_backend.core.waiting_queue import WaitingQueue
-from cb_backend.errors import ErrorInfo, PromptTooLongError
+from cb_backend.errors import ErrorInfo, InternalError, PromptTooLongError
 
 
 class Scheduler:
-    """`schedule` a step, have it executed, `update` with its result; `add` and `abort` between."""
+    """`schedule` a step, have it executed, `update` with its result or `fail` it, in the order of
+    the steps; `add` and `abort` between."""
 
     def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self.limits = limits
@@ -28,6 +36,8 @@ class Scheduler:
         self.blocks = KVBlocks(limits)
         self.planner = StepPlanner(limits, self.roster, self.blocks)
         self._step = 0
+        # With the requests of their rows, by identity: an id may be used again in between.
+        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
 
     @property
     def running(self) -> dict[str, Request]:
@@ -40,6 +50,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)  # forks wait for one of these
+
+    @property
+    def plans_in_flight(self) -> tuple[StepPlan, ...]:
+        """Scheduled, and neither updated nor failed."""
+        return tuple(plan for plan, _ in self._in_flight)
+
+    @property
+    def only_awaits(self) -> bool:
+        """Whether all that run wait for nothing but the last token, from a step in flight."""
+        return bool(self.running) and not any(
+            request.num_uncomputed_tokens for request in self.running.values()
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptTooLongError if even an empty pool cannot hold it."""
@@ -54,10 +76,13 @@ class Scheduler:
         self.roster.add(request)
 
     def schedule(self) -> StepPlan:
-        """The next step. Its rows are empty only if there is no work."""
+        """The next step. Its rows are empty only if there is no work, or none before the step in
+        flight is done."""
         self._step += 1
         draft = self.planner.draft(self.token_budget)
-        return draft.plan(self._step, self.roster.take_retired(), self.blocks)
+        plan = draft.plan(self._step, self.roster.take_retired(), self.blocks)
+        self._in_flight.append((plan, draft.requests))
+        return plan
 
     def update(
         self, plan: StepPlan, result: StepResult, now: float, seconds: float = 0.0
@@ -66,22 +91,25 @@ class Scheduler:
         returns an event for each request that moved visibly."""
         events = []
         self.blocks.pins.expire(now)
-        running, forks = self.roster.running, self.roster.forks
-        sampled, failed, step = result.token_ids, result.failed, self._step
+        running, forks = RequestStatus.RUNNING, self.roster.forks
+        sampled, failed, step = result.token_ids, result.failed, plan.step
         block_size, has_window = self.limits.block_size, self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
-        for request_id, _, num_new, _, samples in plan.rows:
-            request = running.get(request_id)
-            if request is None:
-                continue  # ended while the step ran
+        requests = self._land(plan)
+        for request, (request_id, num_computed, num_new, _, samples) in zip(
+            requests, plan.rows, strict=True
+        ):
             request.device_seconds += num_new * per_token
             request.block_seconds += len(request.block_table) * seconds
-            if failed and (error := failed.get(request_id)) is not None:
-                events.append(self._finish(request, FinishReason.ERROR, now, error))
+            if request.status is not running:
+                events += self._update_stopped(request, plan, result, now)
                 continue
-            request.num_computed_tokens += num_new
+            if failed and (error := failed.get(request_id)) is not None:
+                events.append(self._finish(request, step, FinishReason.ERROR, now, error))
+                continue
             if request.num_computed_tokens // block_size > request.num_indexed_blocks:
-                self.blocks.index_full(request)
+                # Without what a step behind this one computes.
+                self.blocks.index_full(request, num_computed + num_new)
             if samples:
                 if request.pin_s and request.num_output_tokens == 0:
                     self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
@@ -90,13 +118,13 @@ class Scheduler:
                     self.roster.queue_forks_of(request)  # its prompt is computed now
                 if reason is not None:
                     self._leave(request)
-                    events.append(self._event(request, token_ids, now, reason, None))
+                    events.append(_event(request, step, token_ids, now, reason, None))
                     continue
                 num_cached = request.num_cached_tokens
                 event = (request_id, token_ids, step, now, num_cached, None, None, None)
                 events.append(event_of(event))
             if has_window:
-                self.blocks.release_outside_window(request)
+                self.blocks.release_outside_window(request, num_computed + num_new)
         return events
 
     def fail(
@@ -107,42 +135,75 @@ class Scheduler:
         self.blocks.host.discard(out)  # what should have been copied there may not be
         per_token = seconds / max(plan.num_tokens, 1)
         events = []
-        for row in plan.rows:
-            if (request := self.running.get(row.request_id)) is not None:
+        for request, row in zip(self._land(plan), plan.rows, strict=True):
+            if request.status is not RequestStatus.FINISHED:
                 request.charge(row.num_scheduled_tokens * per_token, seconds)
-                events.append(self._finish(request, FinishReason.ERROR, now, error))
+                events.append(self._finish(request, plan.step, FinishReason.ERROR, now, error))
         return events
 
     def abort(self, request_id: str, now: float) -> list[TokenEvent]:
         """End a request wherever it is, blocks and all. An unknown id is no error: it has ended."""
         request = self.roster.find(request_id)
-        return [] if request is None else [self._finish(request, FinishReason.ABORT, now, None)]
+        if request is None:
+            return []
+        return [self._finish(request, self._step, FinishReason.ABORT, now, None)]
+
+    def _land(self, plan: StepPlan) -> list[Request]:
+        """The requests of the oldest step in flight, which `plan` must be."""
+        launched, requests = self._in_flight.popleft()
+        if launched is not plan:
+            raise InternalError(f"step {plan.step} lands before step {launched.step}")
+        return requests
+
+    def _update_stopped(
+        self, request: Request, plan: StepPlan, result: StepResult, now: float
+    ) -> list[TokenEvent]:
+        """Take in the row of one that does not run any more: its blocks are gone."""
+        if request.status is RequestStatus.FINISHED:
+            return []
+        # Preempted while the step was in flight. What was sampled is a token like any other.
+        if (error := result.failed.get(request.request_id)) is not None:
+            return [self._finish(request, plan.step, FinishReason.ERROR, now, error)]
+        if request.request_id not in result.token_ids:
+            return []
+        token_ids, reason = request.append_output(result.token_ids[request.request_id])
+        self.waiting.num_tokens += len(token_ids)
+        self.roster.queue_forks_of(request)
+        if reason is not None:
+            self._leave(request)
+        return [_event(request, plan.step, token_ids, now, reason, None)]
 
     def _finish(
-        self, request: Request, reason: FinishReason, now: float, error: ErrorInfo | None
+        self,
+        request: Request,
+        step: int,
+        reason: FinishReason,
+        now: float,
+        error: ErrorInfo | None,
     ) -> TokenEvent:
         self._leave(request)
-        return self._event(request, (), now, reason, error)
+        return _event(request, step, (), now, reason, error)
 
     def _leave(self, request: Request) -> None:
         self.blocks.release(request)
         self.roster.end(request)
 
-    def _event(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        now: float,
-        reason: FinishReason | None,
-        error: ErrorInfo | None,
-    ) -> TokenEvent:
-        return TokenEvent(
-            request.request_id,
-            token_ids,
-            self._step,
-            now,
-            request.num_cached_tokens,
-            reason,
-            error,
-            None if reason is None else request.cost(),
-        )
+
+def _event(
+    request: Request,
+    step: int,
+    token_ids: tuple[int, ...],
+    now: float,
+    reason: FinishReason | None,
+    error: ErrorInfo | None,
+) -> TokenEvent:
+    return TokenEvent(
+        request.request_id,
+        token_ids,
+        step,
+        now,
+        request.num_cached_tokens,
+        reason,
+        error,
+        None if reason is None else request.cost(),
+    )

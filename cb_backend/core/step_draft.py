@@ -20,6 +20,7 @@ class StepDraft:
     preempted: set[str] = field(default_factory=set)
     partial: list[Request] = field(default_factory=list)  # could use more than they were given
     rows: list[ScheduledRow] = field(default_factory=list)  # as they were first given something
+    requests: list[Request] = field(default_factory=list)  # whose rows these are
     _places: dict[str, int] = field(default_factory=dict)  # in `rows`, of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
@@ -42,12 +43,14 @@ class StepDraft:
             self._table_start.setdefault(request_id, len(request.block_table))
             blocks.grow(request, num_tokens)
         start = self._table_start.get(request_id, len(request.block_table))
-        samples = num_computed + num_new == len(request.token_ids)
+        # Past all that is known: the token that the step in flight samples is this row's.
+        samples = num_computed + num_new >= len(request.token_ids)
         new_block_ids = tuple(request.block_table[start:])
         row = ScheduledRow(request_id, num_computed, num_new, new_block_ids, samples)
         if place is None:
             self._places[request_id] = len(self.rows)
             self.rows.append(row)
+            self.requests.append(request)
         else:
             self.rows[place] = row
 
@@ -56,8 +59,11 @@ class StepDraft:
         return self.rows[self._places[request.request_id]].num_scheduled_tokens
 
     def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
+        """Nobody's share changes any more: from here on it counts as computed."""
         copies, blocks.copies = tuple(blocks.copies), []
         admitted = tuple(_admission(request) for request in self._admitted)
+        for place in self._places.values():
+            self.requests[place].num_computed_tokens += self.rows[place].num_scheduled_tokens
         return StepPlan(step, retired, admitted, tuple(self.rows), copies)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from cb_backend.core.request import FinishReason, RequestCost
@@ -37,12 +38,13 @@ class ScheduledRow(NamedTuple):  # a tuple: a step makes hundreds, see `row_of`
     """
 
     request_id: str
-    num_computed_tokens: int  # before this step
+    num_computed_tokens: int  # before this step, and after those that are in flight
     num_scheduled_tokens: int
     new_block_ids: tuple[int, ...]  # appended to the row's block table, which an admission empties
     samples: bool  # the step reaches the last known token, so its logits give the next one
 
 
+_num_scheduled_tokens = itemgetter(ScheduledRow._fields.index("num_scheduled_tokens"))
 row_of = partial(tuple.__new__, ScheduledRow)  # of all its fields at once, in half the time
 
 
@@ -83,7 +85,7 @@ class StepPlan:
     num_tokens: int = field(init=False)  # of all rows
 
     def __post_init__(self) -> None:
-        num_tokens = sum([row.num_scheduled_tokens for row in self.rows])
+        num_tokens = sum(map(_num_scheduled_tokens, self.rows))
         object.__setattr__(self, "num_tokens", num_tokens)  # it is frozen
 
 
@@ -132,21 +134,46 @@ class ModelInfo:
     dtype: str
     attention: str  # the attention path that was chosen
     implementation: str  # "native" or "transformers"
+    runs_ahead: bool  # whether a step is worth launching before the one before it has ended
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for it: the one synchronization with the device. Asked once, in the order of the
+        steps. May raise: the requests of the plan then fail, and those of the plan launched behind
+        it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """Of an executor that computes as it launches."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
 
 
 class Executor(Protocol):
-    """Runs the model. Lives on the engine thread; built there and closed there."""
+    """Runs the model. Lives on the engine thread; built there and closed there.
+
+    Steps, and the copies that come with them, take effect in the order in which they are launched.
+    """
 
     @property
     def model_info(self) -> ModelInfo: ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """One step. May raise: the requests of the plan then fail, and a later plan retires
-        their rows, of which the executor may know all, some or none."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin a step, behind all that were launched before. A row whose last token those are
+        still to sample takes it from them. May raise: the requests of the plan then fail, and a
+        later plan retires their rows, of which the executor may know all, some or none."""
         ...
 
     def resize(self, change: PoolResize) -> None:
-        """Between two steps. May raise; the engine is then beyond use."""
+        """With no step in flight. May raise; the engine is then beyond use."""
         ...
 
     def free_bytes(self) -> int:

@@ -26,7 +26,7 @@ class StepPlanner:
         self.num_cached_tokens = 0  # prompt tokens that need not be computed, since the start
 
     def draft(self, token_budget: int) -> StepDraft:
-        """The next step; empty only if there is no work."""
+        """The next step; empty only if nothing can be done before the step in flight is."""
         draft = StepDraft(left=token_budget)
         self._displace(draft)
         # One token of the budget is set aside for every running request, so that a long prompt
@@ -36,9 +36,9 @@ class StepPlanner:
             self._admit_waiting(draft)
         self._spend_rest(draft)
         if self._roster.policy.keeps_accounts:
-            running, charged = self._roster.running, self._roster.policy.charged
-            for request_id, _, num_new, _, _ in draft.rows:
-                charged(running[request_id], num_new, 0)
+            charged = self._roster.policy.charged
+            for request, row in zip(draft.requests, draft.rows, strict=True):
+                charged(request, row.num_scheduled_tokens, 0)
         return draft
 
     def lacks(self, request: Request) -> str:
@@ -63,22 +63,26 @@ class StepPlanner:
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         num_lost = self.num_preemptions
-        running, block_size, rows = RequestStatus.RUNNING, self._limits.block_size, draft.rows
-        for request in self._roster.in_order():
-            if request.status is not running:
-                continue  # gave way to an earlier one a moment ago
-            num_tokens, num_computed = len(request.token_ids), request.num_computed_tokens
-            num_new = num_tokens - num_computed
-            if num_new == 1 and num_tokens <= len(request.block_table) * block_size:
+        rows, requests, block_size = draft.rows, draft.requests, self._limits.block_size
+        for request in self._roster.in_order():  # who gives way leaves it at its end
+            num_computed = request.num_computed_tokens
+            num_left = len(request.token_ids) - num_computed
+            if not num_left:  # the next one is on its way, and is computed unless it is the last
+                num_left = int(not request.ends_with_next)
+            if num_left == 1 and num_computed < len(request.block_table) * block_size:
                 # Hundreds pass here in every step: one token, which has its place, and for which
                 # the one that was set aside is spent.
                 rows.append(row_of((request.request_id, num_computed, 1, (), True)))
+                requests.append(request)
+                request.num_computed_tokens = num_computed + 1
                 continue
             draft.left += 1  # what was set aside for it
-            num_new = min(num_new, self._limits.max_prefill_chunk, draft.left)
+            if not num_left:
+                continue  # it runs until its last token is here, and computes nothing more
+            num_new = min(num_left, self._limits.max_prefill_chunk, draft.left)
             if self._make_room(request, num_new, draft):
                 draft.give(request, num_new, self._blocks)
-                if num_computed + num_new < num_tokens:
+                if num_new < num_left:
                     draft.partial.append(request)
         return self.num_preemptions == num_lost
 

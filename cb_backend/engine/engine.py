@@ -1,8 +1,11 @@
-"""Engine: a scheduler, an executor and a clock, stepped by whoever built it (the engine thread)."""
+"""Engine: a scheduler, an executor and a clock, stepped by whoever built it (the engine thread).
+
+If the executor runs ahead, there is always a step in flight while there is work: the host schedules
+and launches the next one, and takes in what the one before has brought, while the device computes.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -15,11 +18,10 @@ from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
+from cb_backend.engine.launched_step import LaunchedStep, launch
 from cb_backend.engine.recorder import RecordedSettings, Recorder
 from cb_backend.engine.stats import EngineStats, StatsRecorder
-from cb_backend.errors import CBError, ErrorInfo, RequestFailedError, WrongThreadError
-
-logger = logging.getLogger(__name__)
+from cb_backend.errors import CBError, ErrorInfo, WrongThreadError
 
 
 class Engine:
@@ -48,6 +50,9 @@ class Engine:
             max_num_waiting=config.max_num_waiting, max_waiting_tokens=config.max_waiting_tokens
         )
         self._check_every_step = config.check_invariants
+        self._runs_ahead = executor.model_info.runs_ahead
+        self._in_flight: LaunchedStep | None = None
+        self._last_ended = 0.0  # when the last step's result was here
         self.clock = clock
         self._thread_id = threading.get_ident()
         self.recording = recording or Recorder()
@@ -57,7 +62,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._in_flight is not None or self.scheduler.has_work
 
     def add(self, request: Request) -> list[TokenEvent]:
         """Queue a request; one that is refused ends at once, with an error event."""
@@ -82,27 +87,32 @@ class Engine:
         return self._record(self.scheduler.abort(request_id, self.clock()))
 
     def step(self) -> list[TokenEvent]:
-        """One forward pass: what is known of every request grows, and some end."""
+        """One forward pass: what is known of every request grows, and some end. Running ahead,
+        what it brings is that of the pass before, and the first brings nothing."""
         self.assert_thread()
-        started = self.clock()
-        self.scheduler.token_budget = self._budget.choose(self.rates)
-        plan = self.scheduler.schedule()
-        result = self._execute(plan)
-        ended = self.clock()
-        self.rates.observe(plan.num_tokens, ended - started)
-        events = self._update(plan, result, ended, ended - started)
-        self.recorder.record_step(
-            plan, started, ended, self.scheduler, failed=isinstance(result, ErrorInfo)
-        )
-        self.recording.stepped(
-            plan,
-            result,
-            events,
-            token_budget=self.scheduler.token_budget,
-            seconds=ended - started,
-            now=ended,
-        )
-        return self._record(events)
+        before = self._in_flight
+        if before is not None and (self.scheduler.only_awaits or not self.scheduler.has_work):
+            return self.collect()
+        self._in_flight = after = self._launch()
+        events = []
+        if before is not None:
+            result = before.result()
+            events += self._land(before, result)
+            if isinstance(result, ErrorInfo):  # it may have read what was never computed
+                after.result()
+                self._in_flight = None
+                return events + self._land(after, result)
+        if not self._runs_ahead or after.has_failed:
+            events += self.collect()
+        return events
+
+    def collect(self) -> list[TokenEvent]:
+        """Wait for the step in flight, if there is one; afterwards there is none."""
+        self.assert_thread()
+        if (step := self._in_flight) is None:
+            return []
+        self._in_flight = None
+        return self._land(step, step.result())
 
     def check(self) -> None:
         """Raises InvariantError if the scheduler's books do not balance."""
@@ -131,16 +141,28 @@ class Engine:
             tenants=dict(recorder.tenants),
         )
 
-    def _execute(self, plan: StepPlan) -> StepResult | ErrorInfo:
+    def _launch(self) -> LaunchedStep:
+        began = self.clock()
+        self.scheduler.token_budget = self._budget.choose(self.rates)
+        plan = self.scheduler.schedule()
         if self._check_every_step:
             check_plan(self.scheduler, plan)
-        try:
-            return self.executor.execute(plan)
-        except Exception:
-            # Whatever the model, the kernels or the device raise: it is these requests' end and
-            # nobody else's. The text stays in the log, since it may hold another user's data.
-            logger.exception("step %d failed with %d requests", plan.step, len(plan.rows))
-            return RequestFailedError(f"the model failed in step {plan.step}").info()
+        self.recording.launched(plan, self.scheduler.token_budget)
+        num_preemptions = self.scheduler.planner.num_preemptions
+        return LaunchedStep(plan, launch(self.executor, plan), began, num_preemptions)
+
+    def _land(self, step: LaunchedStep, result: StepResult | ErrorInfo) -> list[TokenEvent]:
+        ended = self.clock()
+        started = max(step.began, self._last_ended)  # the device takes one step after the other
+        self._last_ended, seconds = ended, ended - started
+        if step.plan.rows:
+            self.rates.observe(step.plan.num_tokens, seconds)
+        events = self._update(step.plan, result, ended, seconds)
+        self.recorder.record_step(
+            step, started, ended, self.scheduler, failed=isinstance(result, ErrorInfo)
+        )
+        self.recording.stepped(step.plan, result, events, seconds=seconds, now=ended)
+        return self._record(events)
 
     def _update(
         self, plan: StepPlan, result: StepResult | ErrorInfo, now: float, seconds: float

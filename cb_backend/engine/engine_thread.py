@@ -129,6 +129,8 @@ class EngineThread:
                 self._watchdog.step_begins()
                 self._publish(engine, engine.step())
             self._look_around(engine)
+        if not self.life.is_dead:
+            self._publish(engine, engine.collect())
         self._watchdog.step_ends()
 
     def _is_over(self, engine: Engine) -> bool:
@@ -155,6 +157,7 @@ class EngineThread:
                 case Abort(request_id):
                     self._publish(engine, engine.abort(request_id))
                 case Call():
+                    self._publish(engine, engine.collect())
                     message.run(engine)
                 case Stop(deadline):
                     self._stop_at = min(deadline, self._stop_at or deadline)
@@ -171,6 +174,7 @@ class EngineThread:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_AROUND_INTERVAL_S
+        self._publish(engine, engine.collect())
         mind_neighbours(engine)
         if not engine.has_work:
             engine.check()

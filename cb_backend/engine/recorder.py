@@ -59,13 +59,15 @@ class Recorder:
     def restored(self, digests: Sequence[bytes], num_blocks: int) -> None:
         """Before the first step: so many blocks were filled from a file, with these prefixes."""
 
+    def launched(self, plan: StepPlan, token_budget: int) -> None:
+        """A step has been decided upon."""
+
     def stepped(
         self,
         plan: StepPlan,
         result: StepResult | ErrorInfo,
         events: Sequence[TokenEvent],
         *,
-        token_budget: int,
         seconds: float,
         now: float,
     ) -> None:
@@ -83,15 +85,46 @@ def open_recorder(path: str | None) -> Recorder:
     return Recorder() if path is None else FileRecorder(open_new(path))
 
 
+class KeyedHashes:
+    """Of what a recording must not tell, under a key that nobody keeps."""
+
+    def __init__(self) -> None:
+        self.block_size = 0  # tokens; 0: no prefix caching, so nobody looks at blocks
+        self._key = secrets.token_bytes(32)
+
+    def of(self, data: bytes) -> str:
+        return hashlib.blake2b(data, key=self._key, digest_size=_HASH_BYTES).hexdigest()
+
+    def of_tenant(self, tenant: str) -> str:
+        return self.of(tenant.encode()) if tenant else ""
+
+    def of_blocks(self, request: Request, num_tokens_before: int) -> list[str]:
+        """The full blocks of all known tokens but those of so many first ones."""
+        if not self.block_size:
+            return []
+        extend_block_hashes(
+            request.block_hashes,
+            request.token_ids,
+            block_size=self.block_size,
+            salt=request.cache_salt,
+        )
+        first = num_tokens_before // self.block_size
+        return [self.of(digest) for digest in request.block_hashes[first:]]
+
+
 class FileRecorder(Recorder):
-    """One JSON object a line, each with its `kind`."""
+    """One JSON object a line, each with its `kind`.
+
+    A step that ends before anything else happens is one line. Of another, the decision is a line
+    of its own, "launch", and "step" tells what came of it: a replay must know what came between.
+    """
 
     def __init__(self, lines: LineFile) -> None:
         self._lines = lines
         self._flush_at = -math.inf  # seconds, the engine's clock
-        self._key = secrets.token_bytes(32)
-        self._block_size = 0  # 0: no prefix caching, so nobody looks at blocks
+        self._hashes = KeyedHashes()
         self._num_arrived = 0
+        self._launched: tuple[int, Json] | None = None  # the last step and its decision, unwritten
         self._live: dict[str, Request] = {}
         self._numbers: dict[
             str, int
@@ -100,8 +133,8 @@ class FileRecorder(Recorder):
 
     def begin(self, settings: RecordedSettings, model: ModelInfo, now: float) -> None:
         if settings.limits.enable_prefix_caching:
-            self._block_size = settings.limits.block_size
-        weights = {self._hash_tenant(t): w for t, w in settings.tenant_weights.items()}
+            self._hashes.block_size = settings.limits.block_size
+        weights = {self._hashes.of_tenant(t): w for t, w in settings.tenant_weights.items()}
         self._write(
             "header",
             {
@@ -127,12 +160,12 @@ class FileRecorder(Recorder):
                 "prompt": request.num_prompt_tokens,
                 "max_tokens": request.max_tokens,
                 "priority": request.priority,
-                "tenant": self._hash_tenant(request.tenant),
+                "tenant": self._hashes.of_tenant(request.tenant),
                 "deadline": None if math.isinf(request.deadline) else request.deadline,
                 # Numbers, since a request's own id may hold a label of its client's.
                 "fork_of": self._numbers.get(request.fork_of or ""),
                 "pin_s": request.pin_s,
-                "blocks": self._hash_blocks(request, 0),
+                "blocks": self._hashes.of_blocks(request, 0),
             },
         )
 
@@ -155,8 +188,15 @@ class FileRecorder(Recorder):
         self._write("change", {"what": what, "to": to})
 
     def restored(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        blocks = [self._hash(digest) for digest in digests]
+        blocks = [self._hashes.of(digest) for digest in digests]
         self._write("restored", {"blocks": blocks, "num_blocks": num_blocks})
+
+    def launched(self, plan: StepPlan, token_budget: int) -> None:
+        self._write_launch()
+        self._launched = plan.step, decision(plan, token_budget, self._numbers)
+        for request_id in self._ended:  # this step tells the executor
+            del self._numbers[request_id]
+        self._ended.clear()
 
     def stepped(
         self,
@@ -164,7 +204,6 @@ class FileRecorder(Recorder):
         result: StepResult | ErrorInfo,
         events: Sequence[TokenEvent],
         *,
-        token_budget: int,
         seconds: float,
         now: float,
     ) -> None:
@@ -172,12 +211,14 @@ class FileRecorder(Recorder):
             "step": plan.step,
             "end": now,  # exact, since pins end by it
             "seconds": round(seconds, 6),
-            **decision(plan, token_budget, self._numbers),
         }
+        if self._launched is not None and self._launched[0] == plan.step:
+            line |= self._launched[1]
+            self._launched = None
         if isinstance(result, ErrorInfo):
             line["failed"] = True  # all of them
-        elif result.failed:
-            line["failed"] = [self._numbers[request_id] for request_id in result.failed]
+        elif failed := [self._numbers[e.request_id] for e in events if e.error is not None]:
+            line["failed"] = failed
         took = [
             [self._numbers[event.request_id], len(event.token_ids)]
             for event in events
@@ -186,9 +227,6 @@ class FileRecorder(Recorder):
         if took:
             line["took"] = took
         self._write("step", line)
-        for request_id in self._ended:  # this step has told the executor
-            del self._numbers[request_id]
-        self._ended.clear()
         if now >= self._flush_at:
             self._flush_at = now + _FLUSH_INTERVAL_S
             self._lines.flush()
@@ -203,40 +241,29 @@ class FileRecorder(Recorder):
 
     def close(self) -> None:
         """What lives still is written with what is known of it."""
+        self._write_launch()
         for request in self._live.values():
             self._write_end(request, None)
         self._live.clear()
         self._lines.close()
 
     def _write_end(self, request: Request, reason: FinishReason | None) -> None:
-        num_known = request.num_prompt_tokens // self._block_size if self._block_size else 0
         self._write(
             "end",
             {
                 "request": self._numbers[request.request_id],
                 "reason": reason,
                 "output": request.num_output_tokens,
-                "blocks": self._hash_blocks(request, num_known),
+                "blocks": self._hashes.of_blocks(request, request.num_prompt_tokens),
             },
         )
 
-    def _hash_blocks(self, request: Request, first: int) -> list[str]:
-        """The full blocks of all known tokens, from block `first` on."""
-        if not self._block_size:
-            return []
-        extend_block_hashes(
-            request.block_hashes,
-            request.token_ids,
-            block_size=self._block_size,
-            salt=request.cache_salt,
-        )
-        return [self._hash(digest) for digest in request.block_hashes[first:]]
-
-    def _hash_tenant(self, tenant: str) -> str:
-        return self._hash(tenant.encode()) if tenant else ""
-
-    def _hash(self, data: bytes) -> str:
-        return hashlib.blake2b(data, key=self._key, digest_size=_HASH_BYTES).hexdigest()
+    def _write_launch(self) -> None:
+        if self._launched is not None:
+            step, chosen = self._launched
+            self._launched = None
+            self._write("launch", {"step": step, **chosen})
 
     def _write(self, kind: str, line: Json) -> None:
+        self._write_launch()  # lines stand in the order in which things happened
         self._lines.append(json.dumps({"kind": kind, **line}, separators=(",", ":")))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
-from cb_backend.core.step_io import CopyKind, StepPlan, TokenEvent
+from cb_backend.core.step_io import CopyKind, TokenEvent
+from cb_backend.engine.launched_step import LaunchedStep
 
 STEP_LOG_LENGTH = 4096
 MOST_TENANTS = 256  # that are counted by name
@@ -25,7 +26,7 @@ class StepRecord:
 
     step: int
     time: float  # seconds, the engine's clock, when it ended
-    seconds: float  # how long it took, scheduling included
+    seconds: float  # how long it took, scheduling included, or since the end of the one before
     rows: tuple[tuple[str, int], ...]  # (request_id, num_scheduled_tokens), oldest request first
     num_running: int
     num_waiting: int
@@ -94,12 +95,18 @@ class StatsRecorder:
         self._live[request.request_id] = request
 
     def record_step(
-        self, plan: StepPlan, started: float, ended: float, scheduler: Scheduler, *, failed: bool
+        self,
+        launched: LaunchedStep,
+        started: float,
+        ended: float,
+        scheduler: Scheduler,
+        *,
+        failed: bool,
     ) -> None:
+        plan = launched.plan
         self.steps += 1
         self.failed_steps += failed
         self.computed_tokens += plan.num_tokens
-        preemptions = scheduler.planner.num_preemptions
         self.step_log.append(
             StepRecord(
                 step=plan.step,
@@ -109,11 +116,11 @@ class StatsRecorder:
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
                 blocks_in_use=scheduler.blocks.pool.num_in_use,
-                num_preemptions=preemptions - self._preemptions_before,
+                num_preemptions=launched.num_preemptions - self._preemptions_before,
                 num_copies=dict(Counter(copy.kind for copy in plan.copies)),
             )
         )
-        self._preemptions_before = preemptions
+        self._preemptions_before = launched.num_preemptions
 
     def record_events(self, events: Sequence[TokenEvent]) -> None:
         for event in events:

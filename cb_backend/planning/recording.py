@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,11 +73,21 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """A step's beginning; its end comes at once, or after whatever happened meanwhile."""
+
+    step: int
+    decision: Json  # as `recorded_step.decision` makes it
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
+    """Its end."""
+
     step: int
     end: float  # seconds, the engine's clock
     seconds: float
-    decision: Json  # as `recorded_step.decision` makes it
+    decision: Json  # of its launch
     failed: frozenset[int] | None  # None: the step raised and all its requests failed
     took: dict[int, int]  # output tokens of who took more than one
 
@@ -89,7 +100,7 @@ class End:
     blocks: tuple[str, ...]  # hashes of the full blocks that followed the prompt's
 
 
-Entry = Arrival | Refused | Abort | Change | Restored | Step | End
+Entry = Arrival | Refused | Abort | Change | Restored | Launch | Step | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +135,10 @@ def read_recording(path: Path) -> Recording:
     if not lines:
         raise RecordingError(f"{path} holds no line; a recording begins with a header")
     header = _read_line(path, 1, lines[0], _header)
-    entries = (_read_line(path, number, line, _entry) for number, line in enumerate(lines[1:], 2))
+    in_flight: dict[int, Launch] = {}
+    entries: list[Entry] = []
+    for number, line in enumerate(lines[1:], 2):
+        entries += _read_line(path, number, line, partial(_entries, in_flight=in_flight))
     return Recording(header, tuple(entries))
 
 
@@ -158,11 +172,20 @@ def _limits(values: Json) -> SchedulerLimits:
     return SchedulerLimits(**{**values, "swap_costs": SwapCosts(**values["swap_costs"])})
 
 
-def _entry(line: Json) -> Entry:
+def _entries(line: Json, in_flight: dict[int, Launch]) -> list[Entry]:
+    """What a line tells: the launch and the end of a step may share one."""
     kind = line["kind"]
+    if kind == "launch":
+        launch = in_flight[int(line["step"])] = _launch(line)
+        return [launch]
+    if kind == "step":
+        launched = in_flight.pop(int(line["step"]), None)
+        launch = launched or _launch(line)
+        step = _step(line, launch.decision)
+        return [launch, step] if launched is None else [step]
     if kind not in _READERS:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(_READERS)}")
-    return _READERS[kind](line)
+        raise ValueError(f"kind {kind!r} is none of {', '.join(_READERS)}, launch, step")
+    return [_READERS[kind](line)]
 
 
 def _arrival(line: Json) -> Arrival:
@@ -191,13 +214,19 @@ def _refused(line: Json) -> Refused:
     )
 
 
-def _step(line: Json) -> Step:
+def _launch(line: Json) -> Launch:
+    if "rows" not in line:
+        raise ValueError(f"step {line['step']} ends, and was never launched")
+    return Launch(int(line["step"]), {name: line[name] for name in _DECISION if name in line})
+
+
+def _step(line: Json, decision: Json) -> Step:
     failed = line.get("failed", [])
     return Step(
         step=int(line["step"]),
         end=float(line["end"]),
         seconds=float(line["seconds"]),
-        decision={name: line[name] for name in _DECISION if name in line},
+        decision=decision,
         failed=None if failed is True else frozenset(failed),
         took=dict(line.get("took", [])),
     )
@@ -214,6 +243,5 @@ _READERS: dict[str, Callable[[Json], Entry]] = {
     "abort": lambda line: Abort(int(line["request"])),
     "change": lambda line: Change(str(line["what"]), line["to"]),
     "restored": lambda line: Restored(tuple(line["blocks"]), int(line["num_blocks"])),
-    "step": _step,
     "end": _end,
 }

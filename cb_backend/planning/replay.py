@@ -1,7 +1,7 @@
 """Plays a recording on the scheduler of this version and compares every decision.
 
 No clock and no model: requests come, leave and fail at the recorded steps, and each step brings
-the recorded number of tokens.
+the recorded number of tokens. A step that was in flight while other things happened is so here too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from cb_backend.planning.recording import (
     Arrival,
     Change,
     End,
+    Entry,
     Header,
+    Launch,
     Recording,
     Refused,
     Restored,
@@ -62,24 +64,29 @@ class Replay:
     def play(self) -> Replayed:
         """Raises RecordingError when the recording contradicts itself."""
         for entry in self._entries:
-            match entry:
-                case Arrival():
-                    difference = self._arrive(entry)
-                case Abort(number):
-                    difference = self._abort(number)
-                case Change(what, to):
-                    difference = self._change(what, to)
-                case Restored():
-                    difference = self._restore(entry)
-                case Step():
-                    difference = self._step(entry)
-                case End():
-                    difference = self._end(entry)
-                case Refused():
-                    difference = ""  # has never been in the scheduler
-            if difference:
+            if difference := self._play(entry):
                 return Replayed(self._num_steps, difference)
         return Replayed(self._num_steps)
+
+    def _play(self, entry: Entry) -> str:
+        """What is not as it was recorded; empty if all is."""
+        match entry:
+            case Arrival():
+                return self._arrive(entry)
+            case Abort(number):
+                return self._abort(number)
+            case Change(what, to):
+                return self._change(what, to)
+            case Restored():
+                return self._restore(entry)
+            case Launch(step, decided):
+                return self._launch(step, decided)
+            case Step():
+                return self._land(entry)
+            case End():
+                return self._end(entry)
+            case Refused():
+                return ""  # has never been in the scheduler
 
     def _arrive(self, arrival: Arrival) -> str:
         end = self._ends.get(arrival.number)
@@ -118,19 +125,19 @@ class Replay:
             blocks.pool.release([block_id])
         return ""
 
-    def _step(self, step: Step) -> str:
+    def _launch(self, step: int, decided: Json) -> str:
         if not self.scheduler.has_work:
-            return f"step {step.step} was made, the replay has no work left for it"
-        token_budget = int(step.decision["budget"])
+            return f"step {step} was made, the replay has no work left for it"
+        token_budget = int(decided["budget"])
         self.scheduler.token_budget = token_budget
         plan = self.scheduler.schedule()
         replayed = decision(plan, token_budget, self._numbers)
-        if replayed != step.decision:
-            return (
-                f"step {step.step} differs\n"
-                f"recorded: {_text(step.decision)}\n"
-                f"replayed: {_text(replayed)}"
-            )
+        if replayed != decided:
+            return f"step {step} differs\nrecorded: {_text(decided)}\nreplayed: {_text(replayed)}"
+        return ""
+
+    def _land(self, step: Step) -> str:
+        plan = self.scheduler.plans_in_flight[0]
         if step.failed is None:
             self._take(self.scheduler.fail(plan, _FAILED, now=step.end))
         else:
@@ -146,7 +153,7 @@ class Replay:
                 row.request_id, step.took.get(self._numbers[row.request_id], 1)
             )
             for row in plan.rows
-            if row.samples and row.request_id not in failed
+            if row.samples and row.request_id not in failed and row.request_id in self._live
         }
         return StepResult(token_ids, failed)
 

@@ -40,6 +40,8 @@ class VirtualReplica:
     def __init__(self, header: Header, cost: CostModel, block_size: int) -> None:
         """`block_size` is that of the trace's blocks, not of the replica's."""
         self._scheduler = Scheduler(header.limits, recorded_policy(header, header.policy))
+        self._runs_ahead = bool(header.model.get("runs_ahead"))
+        self._in_flight: StepPlan | None = None
         self._cost = cost
         self._token_ids = TokenIds(block_size)
         self._rates = StepRates()
@@ -56,8 +58,8 @@ class VirtualReplica:
     def run(self, requests: Sequence[tuple[Arrival, End]]) -> list[Served]:
         """Raises RecordingError if a request can never fit the replica's pool."""
         coming = deque(requests)
-        while coming or self._scheduler.has_work:
-            if not self._scheduler.has_work:
+        while coming or self._has_work:
+            if not self._has_work:
                 self._clock = max(self._clock, coming[0][0].time)
             while coming and coming[0][0].time <= self._clock:
                 self._arrive(*coming.popleft())
@@ -75,13 +77,30 @@ class VirtualReplica:
         self._live[arrival.request_id] = request, sequence
         self._served[arrival.request_id] = Served(arrival.time)
 
+    @property
+    def _has_work(self) -> bool:
+        return self._in_flight is not None or self._scheduler.has_work
+
     def _step(self) -> None:
+        """As an engine's: running ahead, the next step is decided when the device begins one."""
+        plan, self._in_flight = self._in_flight, None
+        if plan is None or (self._scheduler.has_work and not self._scheduler.only_awaits):
+            self._in_flight = self._launch()
+        if not self._runs_ahead:
+            plan, self._in_flight = self._in_flight, None
+        if plan is not None:
+            self._land(plan)
+
+    def _launch(self) -> StepPlan:
         self._scheduler.token_budget = self._budget.choose(self._rates)
-        plan = self._scheduler.schedule()
+        return self._scheduler.schedule()
+
+    def _land(self, plan: StepPlan) -> None:
         seconds = self._cost.step_seconds(StepWork.of_plan(plan))
         seconds *= next(self._spread)
         self._clock += seconds
-        self._rates.observe(plan.num_tokens, seconds)
+        if plan.rows:
+            self._rates.observe(plan.num_tokens, seconds)
         self._take(self._scheduler.update(plan, self._result(plan), self._clock))
         if self._scheduler.has_work:
             self._clock += self._cost.between_s
@@ -89,7 +108,7 @@ class VirtualReplica:
     def _result(self, plan: StepPlan) -> StepResult:
         token_ids: dict[str, tuple[int, ...]] = {}
         for row in plan.rows:
-            if row.samples:
+            if row.samples and row.request_id in self._live:  # else it has ended meanwhile
                 request, sequence = self._live[row.request_id]
                 token_ids[row.request_id] = (sequence[request.num_tokens],)
         return StepResult(token_ids, {})

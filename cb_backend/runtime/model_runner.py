@@ -20,14 +20,16 @@ from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
     Admission,
     BlockCopy,
+    FinishedStep,
     ModelInfo,
+    PendingStep,
     PoolResize,
     ScheduledRow,
     StepPlan,
     StepResult,
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
-from cb_backend.errors import ErrorInfo, ModelError, RequestFailedError
+from cb_backend.errors import ModelError
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
@@ -37,6 +39,7 @@ from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
+from cb_backend.runtime.sampled_ids import HostCopy, SampledIds, SampledStep
 from cb_backend.runtime.sampler import sample
 from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import StepInputs, TokenBatch
@@ -81,6 +84,7 @@ class ModelRunner:
         )
         self._copier = BlockCopier(self._cache, config.num_host_kv_blocks)
         self._workspace = Workspace()
+        self._sampled = SampledIds(config.max_num_seqs, device)
         self._batch = TokenBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=info.max_model_len,
@@ -91,19 +95,19 @@ class ModelRunner:
     def model_info(self) -> ModelInfo:
         return self._info
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`. A row whose logits are not finite fails alone."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `Executor.launch`. A row whose logits are not finite fails alone."""
         inputs = self._batch.apply(plan)
         if not plan.rows:
-            return StepResult(token_ids={}, failed={})
+            return FinishedStep(StepResult(token_ids={}, failed={}))
         with torch.inference_mode():
             self._copier.run(plan.copies)
             logits = self._forward(inputs)
             if not inputs.request_ids:
-                return StepResult(token_ids={}, failed={})
+                return SampledStep([], HostCopy(self._device))
             tokens, sound = sample(logits, inputs.sampling)
-        self._batch.append(inputs.batch_rows[sound], tokens[sound])
-        return _step_result(inputs.request_ids, tokens.tolist(), sound.tolist())
+            self._sampled.keep(inputs, tokens, sound)
+            return SampledStep(inputs.request_ids, HostCopy(self._device, tokens, sound))
 
     def resize(self, change: PoolResize) -> None:
         """See `Executor.resize`."""
@@ -143,10 +147,10 @@ class ModelRunner:
         chunk = ScheduledRow("warm-up", 0, num_tokens - 1, blocks, False)
         token = ScheduledRow("warm-up", num_tokens - 1, 1, (), True)
         rows = [(chunk,), (token,)] if num_tokens > 1 else [(token,)]
-        result = self.execute(StepPlan(0, (), (admission,), rows[0]))
+        result = self.launch(StepPlan(0, (), (admission,), rows[0])).result()
         for later in rows[1:]:
-            result = self.execute(StepPlan(0, (), (), later))
-        self.execute(StepPlan(0, ("warm-up",), (), ()))
+            result = self.launch(StepPlan(0, (), (), later)).result()
+        self.launch(StepPlan(0, ("warm-up",), (), ()))
         if result.failed:
             raise ModelError(
                 f"its logits in {self._info.dtype} are not finite numbers: the weights are damaged,"
@@ -166,7 +170,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
-        del self._model, self._cache, self._copier, self._workspace, self._batch
+        del self._model, self._cache, self._copier, self._workspace, self._batch, self._sampled
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -186,7 +190,7 @@ class ModelRunner:
         )
         attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
         return self._model.forward(
-            self._to_device(inputs.token_ids),
+            self._sampled.fill(self._to_device(inputs.token_ids), inputs),
             self._to_device(inputs.positions),
             attention,
             self._to_device(inputs.logit_tokens),
@@ -218,19 +222,5 @@ def _model_info(
         dtype=str(model.dtype).removeprefix("torch."),
         attention=attention_path(device.type),
         implementation=implementation,
+        runs_ahead=device.type == "cuda",  # on a CPU there is nothing to hide
     )
-
-
-def _step_result(request_ids: list[str], tokens: list[int], sound: list[bool]) -> StepResult:
-    token_ids: dict[str, tuple[int, ...]] = {}
-    failed: dict[str, ErrorInfo] = {}
-    for request_id, token, is_sound in zip(request_ids, tokens, sound, strict=True):
-        if is_sound:
-            token_ids[request_id] = (token,)
-        else:
-            error = RequestFailedError(
-                "the model's logits for this request are not finite numbers; the request was"
-                " stopped, others are not affected"
-            )
-            failed[request_id] = error.info()
-    return StepResult(token_ids, failed)

@@ -22,17 +22,14 @@ _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 16
 
 
-def sample(
-    logits: Tensor, rows: SamplingRows
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Token ids [R] of logits [R, V], and which rows are sound [R].
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Token ids [R] of logits [R, V], and which rows are sound [R], where the logits are.
 
     A row with a NaN, an infinity, or nothing but minus infinities is not, and its id means nothing.
     A GPU draws with random numbers of its own: other tokens than a CPU for the same seed.
     """
     if uses_triton(logits):
-        chosen, drawable = cb_kernels.sample(logits, _on_device(rows, logits.device))
-        return chosen.cpu().numpy(), drawable.cpu().numpy()
+        return cb_kernels.sample(logits, _on_device(rows, logits.device))
     best, best_logits = argmax(logits)
     sound = torch.isfinite(best_logits)
     drawn = torch.from_numpy(rows.temperature > 0).to(logits.device) & sound
@@ -41,7 +38,7 @@ def sample(
         index = drawn.nonzero()[:, 0]
         tokens = best.clone()
         tokens[index] = _draw(logits[index], best_logits[index], _select(rows, index))
-    return tokens.cpu().numpy(), sound.cpu().numpy()
+    return tokens, sound
 
 
 def _on_device(rows: SamplingRows, device: torch.device) -> SamplingParameters:

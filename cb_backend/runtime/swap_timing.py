@@ -14,9 +14,9 @@ from cb_backend.core.step_io import (
     BlockCopy,
     CopyKind,
     ModelInfo,
+    PendingStep,
     ScheduledRow,
     StepPlan,
-    StepResult,
 )
 from cb_backend.core.swap_costs import SwapCosts
 
@@ -29,7 +29,7 @@ _MOST_TOKENS = 128
 class Timed(Protocol):
     """The parts of a model runner that are timed."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> PendingStep: ...
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None: ...
 
@@ -57,8 +57,8 @@ def _time_token(runner: Timed, info: ModelInfo) -> float:
     admission = Admission("measure", (0,) * num_tokens, num_tokens, 0, params, 0)
     # It samples, so that the answer is awaited on a device that works in the background.
     row = ScheduledRow("measure", 0, num_tokens, blocks, True)
-    seconds = _fastest(lambda: runner.execute(StepPlan(0, (), (admission,), (row,))))
-    runner.execute(StepPlan(0, ("measure",), (), ()))
+    seconds = _fastest(lambda: runner.launch(StepPlan(0, (), (admission,), (row,))).result())
+    runner.launch(StepPlan(0, ("measure",), (), ())).result()
     return seconds / num_tokens
 
 

@@ -1,7 +1,9 @@
 """The persistent batch: what the executor knows of each running request, one row each.
 
 A plan says only what changed; rows are swapped in and out between steps and the arrays stay.
-Engine thread. Host memory only (numpy); the runner moves a step's inputs to the device.
+Sampled tokens never come here: a row's last one stays on the device, where the next step takes it,
+so that no step waits for the one before. Engine thread. Host memory only (numpy); the runner moves
+a step's inputs to the device.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class SamplingRows:
 class StepInputs:
     """One step's ragged arrays over S requests and T tokens."""
 
-    token_ids: Ints  # [T]
+    token_ids: Ints  # [T], those that were sampled left open
+    sampled_tokens: Ints  # [K], which of the T tokens were sampled: the last of each of K rows
+    sampled_rows: Ints  # [K], the rows of the batch that sampled them
     positions: Ints  # [T]
     slot_mapping: Ints  # [T], block id * block_size + offset
     query_start_loc: Ints  # [S + 1]
@@ -57,7 +61,8 @@ class TokenBatch:
         max_blocks = -(-max_model_len // block_size)
         # Zeros are mapped on first touch, so a long context costs memory only where it is used.
         self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_given = np.zeros(max_num_seqs, np.int64)  # tokens that came with the admission
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)  # and with those sampled since
         self._block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self._temperature = np.zeros(max_num_seqs, np.float32)
@@ -87,14 +92,6 @@ class TokenBatch:
             num_blocks = self._num_blocks[row]
             table[row, :num_blocks] = [moved.get(b, b) for b in table[row, :num_blocks].tolist()]
 
-    def append(self, batch_rows: Ints, token_ids: Ints) -> None:
-        """The next token of each of these rows, just sampled."""
-        ends = self._num_tokens[batch_rows]
-        # The last token of a full context is reported but never computed.
-        fits = ends < self._token_ids.shape[1]
-        self._token_ids[batch_rows[fits], ends[fits]] = token_ids[fits]
-        self._num_tokens[batch_rows] = ends + 1
-
     def _retire(self, request_id: str) -> None:
         row = self._row_of.pop(request_id, None)
         if row is not None:
@@ -112,7 +109,7 @@ class TokenBatch:
         row = self._free_rows.pop()
         self._row_of[admission.request_id] = row
         self._token_ids[row, :num_tokens] = admission.token_ids
-        self._num_tokens[row] = num_tokens
+        self._num_given[row] = self._num_tokens[row] = num_tokens
         self._num_blocks[row] = 0
         params = admission.params
         self._temperature[row] = params.temperature
@@ -134,6 +131,9 @@ class TokenBatch:
                 f"{scheduled.request_id} would have {seq_len} computed tokens, with"
                 f" {self._num_tokens[row]} known and {end} blocks of {self._block_size}"
             )
+        oldest = max(scheduled.num_computed_tokens, self._num_given[row])  # that was sampled
+        if oldest < self._num_tokens[row] - 1:
+            raise InternalError(f"{scheduled.request_id} needs more than its last sampled token")
         if end > self._block_table.shape[1]:
             raise InternalError(f"{scheduled.request_id} has {end} blocks, more than a row holds")
         self._block_table[row, start:end] = scheduled.new_block_ids
@@ -158,8 +158,12 @@ class TokenBatch:
         blocks, offsets = np.divmod(positions, self._block_size)
         samples = np.array([row.samples for row in ordered], bool)
         sampling_rows = rows[samples]
+        self._num_tokens[sampling_rows] += 1
+        sampled = np.flatnonzero(positions >= self._num_given[token_rows])
         return StepInputs(
             token_ids=self._token_ids[token_rows, positions].astype(np.int64),
+            sampled_tokens=sampled,
+            sampled_rows=token_rows[sampled],
             positions=positions,
             slot_mapping=self._block_table[token_rows, blocks].astype(np.int64) * self._block_size
             + offsets,

@@ -61,7 +61,9 @@ class Driver:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         check_plan(self.scheduler, plan)
-        self.take(self.scheduler.update(plan, self.executor.execute(plan), now=float(plan.step)))
+        self.take(
+            self.scheduler.update(plan, self.executor.launch(plan).result(), now=float(plan.step))
+        )
         check_scheduler(self.scheduler)
         return plan
 

@@ -78,6 +78,14 @@ def compute_past_the_table(scheduler: Scheduler) -> None:
     scheduler.running["a"].num_computed_tokens = 99
 
 
+def compute_what_nobody_samples(scheduler: Scheduler) -> None:
+    scheduler.running["a"].num_computed_tokens += 2  # the place is there, the token is not
+
+
+def let_one_that_waits_grow(scheduler: Scheduler) -> None:
+    next(iter(scheduler.waiting)).token_ids.append(1)
+
+
 def generate_past_max_tokens(scheduler: Scheduler) -> None:
     scheduler.running["a"].max_tokens = 1
 
@@ -102,6 +110,8 @@ SCHEDULER_FAULTS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("running_follow_the_policy", serve_the_last_first),
     ("running_follow_the_policy", forget_one_in_the_order),
     ("counts_are_ordered", compute_past_the_table),
+    ("counts_are_ordered", compute_what_nobody_samples),
+    ("counts_are_ordered", let_one_that_waits_grow),
     ("counts_are_ordered", generate_past_max_tokens),
     ("cache_index_matches_pool", index_a_free_block),
     ("cache_index_matches_pool", index_a_block_under_a_wrong_digest),

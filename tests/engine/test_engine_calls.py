@@ -14,12 +14,8 @@ from cb_backend.errors import (
     EngineNotReadyError,
 )
 from tests.engine.conftest import Gate, Start, eventually, ready
-from tests.fakes import (
-    RecordingReceiver,
-    ShadowExecutor,
-    make_model_info,
-    make_request,
-)
+from tests.fakes import ShadowExecutor, make_model_info, make_request
+from tests.receivers import RecordingReceiver
 
 
 def test_a_call_runs_on_the_engine_thread_between_two_steps(start: Start) -> None:

@@ -14,12 +14,8 @@ from cb_backend.errors import (
     EngineDeadError,
 )
 from tests.engine.conftest import Gate, Start, eventually, ready
-from tests.fakes import (
-    RecordingReceiver,
-    ShadowExecutor,
-    make_request,
-    solo_output,
-)
+from tests.fakes import ShadowExecutor, make_request, solo_output
+from tests.receivers import RecordingReceiver
 
 
 def test_a_failed_step_leaves_the_engine_ready(start: Start) -> None:

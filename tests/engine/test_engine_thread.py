@@ -15,12 +15,8 @@ from cb_backend.errors import (
     ModelError,
 )
 from tests.engine.conftest import Gate, Start, eventually, ready
-from tests.fakes import (
-    RecordingReceiver,
-    ShadowExecutor,
-    make_request,
-    solo_output,
-)
+from tests.fakes import ShadowExecutor, make_request, solo_output
+from tests.receivers import RecordingReceiver
 
 
 def test_a_request_runs_to_its_end(start: Start) -> None:

@@ -8,7 +8,7 @@ from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import TokenEvent
 from cb_backend.engine.output_queue import OutputQueue
 from cb_backend.errors import EngineDeadError
-from tests.fakes import RecordingReceiver
+from tests.receivers import RecordingReceiver
 
 
 def event(request_id: str, *token_ids: int, finish: FinishReason | None = None) -> TokenEvent:

@@ -31,7 +31,9 @@ def make_header(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int 
     return Header(limits, "fcfs", 10.0, {}, None, {})
 
 
-def serve_priced(trace: Trace, cost: CostModel, path: Path) -> dict[str, list[float]]:
+def serve_priced(
+    trace: Trace, cost: CostModel, path: Path, *, runs_ahead: bool = False
+) -> dict[str, list[float]]:
     """Serve the trace with a real engine, recorded to `path`; when each request got something."""
     clock = 0.0
 
@@ -39,7 +41,7 @@ def serve_priced(trace: Trace, cost: CostModel, path: Path) -> dict[str, list[fl
         nonlocal clock
         clock += cost.step_seconds(StepWork.of_plan(plan))
 
-    info = make_model_info(num_blocks=256, block_size=4)
+    info = make_model_info(num_blocks=256, block_size=4, runs_ahead=runs_ahead)
     engine = Engine(
         EngineConfig(model="priced", max_num_seqs=4, max_num_batched_tokens=64),
         ShadowExecutor(info, before_step=take_time),

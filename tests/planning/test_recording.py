@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cb_backend.errors import RecordingError
-from cb_backend.planning.recording import Arrival, End, Step, read_recording
+from cb_backend.planning.recording import Arrival, End, Launch, Step, read_recording
 from tests.planning.recorded import record_two_requests
 
 
@@ -21,7 +21,7 @@ def test_what_was_written_is_read(path: Path) -> None:
     assert recording.header.limits.num_blocks == 64
     assert recording.header.policy == "fcfs"
     kinds = [type(entry) for entry in recording.entries]
-    assert kinds[:3] == [Arrival, Step, Arrival]
+    assert kinds[:4] == [Arrival, Launch, Step, Arrival]
     assert [arrival.num_prompt_tokens for arrival in recording.arrivals] == [9, 9]
     assert {number: end.num_output_tokens for number, end in recording.ends.items()} == {0: 4, 1: 2}
     assert len(list(recording.steps)) == 4

@@ -72,6 +72,8 @@ def test_the_recordings_reach_what_they_are_meant_to_reach(recorded: list[Record
 
 def change_rows(line: Line) -> bool:
     """Give the first row one token more or less."""
+    if not line.get("rows"):
+        return False
     row = line["rows"][0]
     line["rows"][0] = [*row[:2], row[2] + 1, *row[3:]] if isinstance(row, list) else [row, 0, 1, 0]
     return True
@@ -93,11 +95,13 @@ def change_copies(line: Line) -> bool:
 
 def change_budget(line: Line) -> bool:
     line["budget"] = 1
-    return any(isinstance(row, list) and row[2] > 1 for row in line["rows"])
+    return any(isinstance(row, list) and row[2] > 1 for row in line.get("rows", ()))
 
 
 def change_failed(line: Line) -> bool:
-    return line.pop("failed", None) is not None
+    # Of a step in flight that fell with the one before it, nobody may have been left.
+    alone = "rows" in line or line.get("failed") is not True
+    return alone and line.pop("failed", None) is not None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_a_step_that_was_tampered_with_is_found(
     path, found = tmp_path / "run.jsonl", 0
     for seed, run in enumerate(recorded[:12]):
         lines = [json.loads(line) for line in run.text.splitlines()]
-        steps = [line for line in lines if line["kind"] == "step"]
+        steps = [line for line in lines if line["kind"] in ("launch", "step")]
         random.Random(seed).shuffle(steps)
         if any(tamper(step) for step in steps):
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -109,7 +109,7 @@ class Driver:
         plan = StepPlan(self._step, tuple(self._retire), tuple(admitted), tuple(rows))
         self._retire = []
         self._step += 1
-        result = self.runner.execute(plan)
+        result = self.runner.launch(plan).result()
         for sequence, count in scheduled:
             sequence.num_computed += count
             sequence.token_ids += result.token_ids.get(sequence.request_id, ())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.core.step_io import BlockCopy, StepPlan, StepResult
+from cb_backend.core.step_io import BlockCopy, FinishedStep, StepPlan, StepResult
 from cb_backend.runtime import swap_timing
 from cb_backend.runtime.swap_timing import measure_swap_costs
 from tests.fakes import make_model_info
@@ -18,9 +18,9 @@ class ClockedRunner:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         self.now += 0.5 * plan.num_tokens
-        return StepResult({}, {})
+        return FinishedStep(StepResult({}, {}))
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         self.now += 3.0 + 2.0 * len(copies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from cb_backend.core.sampling_params import SamplingParams
@@ -36,7 +35,6 @@ def test_inputs_are_ragged_with_single_tokens_first_and_longest_first() -> None:
         ScheduledRow("b", 0, 6, (5, 2), True),
         admitted=(admission("a", range(10, 16)), admission("b", range(20, 26), seed=-1)),
     )
-    batch.append(np.array([1]), np.array([99]))
     inputs = apply(
         batch,
         ScheduledRow("a", 2, 4, (1,), True),
@@ -44,7 +42,9 @@ def test_inputs_are_ragged_with_single_tokens_first_and_longest_first() -> None:
         ScheduledRow("c", 0, 1, (3,), True),
         admitted=(admission("c", range(30, 31)),),
     )
-    assert inputs.token_ids.tolist() == [99, 30, 12, 13, 14, 15]
+    assert inputs.sampled_tokens.tolist() == [0]
+    assert inputs.sampled_rows.tolist() == [1], "the second that was admitted"
+    assert inputs.token_ids.tolist()[1:] == [30, 12, 13, 14, 15]
     assert inputs.positions.tolist() == [6, 0, 2, 3, 4, 5]
     assert inputs.slot_mapping.tolist() == [2 * 4 + 2, 3 * 4, 7 * 4 + 2, 7 * 4 + 3, 4, 5]
     assert inputs.query_start_loc.tolist() == [0, 1, 2, 6]
@@ -93,7 +93,6 @@ def test_a_token_past_a_full_context_is_counted_but_not_kept() -> None:
         ScheduledRow("a", 0, 20, (0, 1, 2, 3, 4), True),
         admitted=(admission("a", range(20)),),
     )
-    batch.append(np.array([0]), np.array([5]))
     with pytest.raises(InternalError, match="21 computed tokens, with 21 known and 5 blocks"):
         apply(batch, ScheduledRow("a", 20, 1, (), True))
 
@@ -104,7 +103,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         apply(batch, ScheduledRow("a", 0, 1, (0,), True))
     with pytest.raises(InternalError, match="21 tokens"):
         apply(batch, admitted=(admission("a", range(21)),))
-    apply(batch, ScheduledRow("a", 0, 3, (0,), True), admitted=(admission("a", range(3)),))
+    apply(batch, ScheduledRow("a", 0, 3, (0,), False), admitted=(admission("a", range(3)),))
     with pytest.raises(InternalError, match="no row is free"):
         apply(batch, admitted=(admission("b", range(3)),))
     with pytest.raises(InternalError, match="4 computed tokens, with 3 known"):
@@ -112,3 +111,12 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     apply(batch, retired=("a", "unknown"))
     with pytest.raises(InternalError, match="1 blocks of 4"):
         apply(batch, ScheduledRow("a", 0, 5, (0,), True), admitted=(admission("a", range(6)),))
+
+
+def test_a_sampled_token_that_is_not_the_last_cannot_be_computed() -> None:
+    batch = batch_of()
+    prompt = ScheduledRow("a", 0, 3, (0,), True)
+    apply(batch, prompt, admitted=(admission("a", range(3)),))
+    apply(batch, ScheduledRow("a", 3, 1, (), True))
+    with pytest.raises(InternalError, match="needs more than its last sampled token"):
+        apply(batch, ScheduledRow("a", 3, 2, (1,), True))

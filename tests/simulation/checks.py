@@ -26,17 +26,25 @@ class PlanChecks:
         self._salt_of_host_block: dict[int, str] = {}
         self._tables: dict[str, list[int]] = {}
         self._resized = False  # since the last step
+        self._num_checked = 0  # plans
 
-    def before_step(self, plan: StepPlan) -> None:
+    def before_launch(self, plan: StepPlan) -> None:
         self._check_admissions(plan)
         self._check_salts(plan)
+        self._check_ends(plan)
         self._resized = False
 
     def after_step(self, executor: ShadowExecutor, failed: bool) -> None:
+        if len(executor.plans) == self._num_checked:
+            return  # what was launched is still in flight
+        self._num_checked = len(executor.plans)
         plan = executor.plans[-1]
         self._check_budget(plan)
         rows = {row.request_id for row in plan.rows}
-        if not failed and executor.batch != rows:
+        # Running ahead, a plan leaves out whose last token the one before it samples.
+        before = executor.plans[-2:-1] if self.scenario.runs_ahead else []
+        known = rows | {row.request_id for earlier in before for row in earlier.rows}
+        if not failed and not rows <= executor.batch <= known:
             raise SimulationError(f"the executor keeps {executor.batch}, {rows} run")
 
     def follow_resize(self, change: PoolResize) -> None:
@@ -92,6 +100,14 @@ class PlanChecks:
                     raise SimulationError(f"{row.request_id} reads a block of another salt")
             for block_id in table[first:]:
                 self._salt_of_block[block_id] = salt
+
+    def _check_ends(self, plan: StepPlan) -> None:
+        """Nobody computes a last token: nothing is sampled from it."""
+        for row in plan.rows:
+            submit = self.submits[row.request_id]
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            if end >= len(submit.prompt) + submit.max_tokens:
+                raise SimulationError(f"{row.request_id} computes its last token")
 
     def _follow_salt(self, copy: BlockCopy) -> None:
         source = self._salt_of_host_block if copy.kind is CopyKind.IN else self._salt_of_block

@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "a block is indexed before it is full",
         "cb_backend.core.kv_blocks",
-        "num_full = request.num_computed_tokens // self.block_size",
-        "num_full = self.blocks_for(request.num_computed_tokens)",
+        "num_full = num_computed // self.block_size",
+        "num_full = self.blocks_for(num_computed)",
     ),
     Mutant(
         "the whole prompt may come from the cache",
@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "a row samples before its last token",
         "cb_backend.core.step_draft",
-        "samples = num_computed + num_new == len(request.token_ids)",
+        "samples = num_computed + num_new >= len(request.token_ids)",
         "samples = num_computed + num_new >= len(request.token_ids) - 1",
     ),
     Mutant(
@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "the running are ordered by arrival under any policy",
         "cb_backend.core.roster",
-        "return policy.key(request), request.request_id, request",
-        "return (request.sequence,), request.request_id, request",
+        "return policy.key(request), request.request_id",
+        "return (request.sequence,), request.request_id",
     ),
     Mutant(
         "the queue forgets the policy's key",

@@ -59,9 +59,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class FailStep:
-    """The next step raises, with its rows half taken in by the executor."""
+    """The next step raises: when it is launched, or on the device, with its rows half taken in."""
 
     steps_before: int
+    at_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class Scenario:
     seed: int
     limits: Limits
     events: tuple[Event, ...]
+    runs_ahead: bool  # whether the executor does
 
 
 def draw(seed: int) -> Scenario:
@@ -128,7 +130,7 @@ def draw(seed: int) -> Scenario:
         events.append(Drain(rng.randint(0, 5), rng.choice([0, 5, 40])))
     elif end < 0.3:
         events.append(Crash(rng.randint(0, 5)))
-    return Scenario(seed, limits, tuple(events))
+    return Scenario(seed, limits, tuple(events), runs_ahead=rng.random() < 0.5)
 
 
 def _draw_submits(
@@ -156,7 +158,7 @@ def _draw_trouble(rng: random.Random, steps: int, name: str, limits: Limits) -> 
     if kind < 0.65:
         return FailRow(steps, name)
     if kind < 0.75:
-        return FailStep(steps)
+        return FailStep(steps, at_launch=rng.random() < 0.5)
     if kind < 0.87:
         return UsePolicy(steps, rng.choice(POLICY_NAMES))
     fewest = -(-MOST_TOKENS // limits.block_size)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.__main__ import failure_of, report
 from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.mutants_ahead import MUTANTS_AHEAD
 from tests.simulation.planting import planted
 from tests.simulation.scenario import Abort, Submit
 from tests.simulation.shrink import shrink
@@ -37,6 +38,7 @@ def test_every_seed_holds(first: int) -> None:
 
 def test_the_seeds_reach_what_they_are_meant_to_reach() -> None:
     worlds = [run(draw(seed)) for seed in range(40)]
+    assert 10 < sum(world.scenario.runs_ahead for world in worlds) < 30
     schedulers = [world.engine.scheduler for world in worlds]
     assert sum(scheduler.planner.num_preemptions for scheduler in schedulers) > 100
     assert sum(scheduler.planner.num_cached_tokens for scheduler in schedulers) > 500
@@ -54,7 +56,7 @@ def test_a_seed_always_draws_the_same_scenario() -> None:
     assert draw(7) != draw(8)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MUTANTS_AHEAD], ids=lambda mutant: mutant.name)
 def test_the_planted_bug_is_found(mutant: Mutant) -> None:
     with planted(mutant) as world:
         for seed in range(MAX_SEEDS_PER_MUTANT):

@@ -51,18 +51,20 @@ class World:
         self.may_fail: set[str] = set()
         self.aborted: set[str] = set()
         self._ended_early = False  # drained or crashed
-        self._fail_next_step = False
+        self._fail_next: FailStep | None = None
         limits = scenario.limits
         info = make_model_info(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             window=limits.window,
             max_model_len=MOST_TOKENS,
+            runs_ahead=scenario.runs_ahead,
         )
         self.executor = ShadowExecutor(
             info,
             next_token=next_by_hashing,
             before_step=self._before_step,
+            before_launch=self._before_launch,
             num_host_blocks=limits.num_host_blocks,
         )
         self.engine = Engine(
@@ -103,10 +105,12 @@ class World:
             case UsePolicy(policy=policy):
                 use_policy(self.engine, policy)
             case Resize(num_blocks=num_blocks):
+                self._publish(self.engine.collect())
                 resize_kv_pool(self.engine, num_blocks)
                 self._checks.follow_resize(self.executor.resizes[-1])
             case FailStep():
-                self._fail_next_step = self.engine.has_work
+                if self.engine.has_work:
+                    self._fail_next = event
             case FailRow(name=name):
                 if name in self.submits:
                     self.executor.fail_rows.add(name)
@@ -134,6 +138,7 @@ class World:
     def _drain(self, steps_left: int) -> None:
         for _ in range(steps_left):
             self._step()
+        self._publish(self.engine.collect())
         self._end_early(EngineUnavailableError("drained"))
 
     def _crash(self) -> None:
@@ -162,13 +167,20 @@ class World:
         self._checks.after_step(self.executor, self.engine.stats().failed_steps > failed_before)
         self.readers.read(self.steps)
 
+    def _before_launch(self, plan: StepPlan) -> None:
+        self._checks.before_launch(plan)
+        if self._fail_next is not None and self._fail_next.at_launch:
+            self._fail([plan])
+
     def _before_step(self, plan: StepPlan) -> None:
         self.now += 0.01 + 0.002 * plan.num_tokens
-        self._checks.before_step(plan)
-        if self._fail_next_step:
-            self._fail_next_step = False
-            self.may_fail |= {row.request_id for row in plan.rows}
-            raise RuntimeError("simulated device fault")
+        if self._fail_next is not None and not self._fail_next.at_launch:
+            self._fail([plan, *self.executor.launched])  # what runs behind it falls with it
+
+    def _fail(self, plans: list[StepPlan]) -> None:
+        self._fail_next = None
+        self.may_fail |= {row.request_id for plan in plans for row in plan.rows}
+        raise RuntimeError("simulated device fault")
 
     def _publish(self, events: list[TokenEvent]) -> None:
         for event in events:

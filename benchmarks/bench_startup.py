@@ -85,6 +85,8 @@ def bench(repeat: int) -> None:
         f" {MEMORY_TARGET} times the weights and the pool are {allowed:.0f} MiB: "
         + ", ".join(f"{name.upper()} {value / allowed:.2f} of it" for name, value in filled.items())
     )
+    added = filled["uss"] - bare["uss"]
+    print(f"    {added:.0f} MiB, {added / allowed:.2f} of it, over what the imports take")
     print(f"ready after {statistics.median(ready_s):.2f} s (target {READY_TARGET_S:.0f} s)")
     measured = {
         "ready_s": ready_s,

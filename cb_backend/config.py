@@ -23,6 +23,8 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:1
     dtype: Dtype = "auto"  # auto: what the weights are stored in
     implementation: Implementation = "auto"  # auto: native where it covers the model
+    deterministic: bool = False  # a token's logits are the same to the bit alone or in any batch,
+    # computed in any chunks or found in the prefix cache; slower
 
     max_model_len: int | None = None  # tokens of prompt and output; None: the model's context
     block_size: int | None = None  # tokens per KV block; None: what suits the device

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from cb_kernels import RaggedBatch, Workspace, attention_path
+from cb_kernels import attention_path
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -28,10 +27,10 @@ from cb_backend.core.step_io import (
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ErrorInfo, ModelError, RequestFailedError
-from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.device import choose_device
+from cb_backend.runtime.forward_pass import ForwardPass
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
@@ -77,7 +76,10 @@ class ModelRunner:
             model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
         )
         self._copier = BlockCopier(self._cache, config.num_host_kv_blocks)
-        self._workspace = Workspace()
+        self._forward_pass = ForwardPass(
+            model, self._cache, device, deterministic=config.deterministic
+        )
+        self._deterministic = config.deterministic
         self._batch = TokenBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=info.max_model_len,
@@ -98,7 +100,7 @@ class ModelRunner:
             logits = self._forward(inputs)
             if not inputs.request_ids:
                 return StepResult(token_ids={}, failed={})
-            tokens, sound = sample(logits, inputs.sampling)
+            tokens, sound = sample(logits, inputs.sampling, alone=self._deterministic)
         self._batch.append(inputs.batch_rows[sound], tokens[sound])
         return _step_result(inputs.request_ids, tokens.tolist(), sound.tolist())
 
@@ -163,7 +165,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
-        del self._model, self._cache, self._copier, self._workspace, self._batch
+        del self._model, self._cache, self._copier, self._forward_pass, self._batch
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -171,26 +173,7 @@ class ModelRunner:
         return fingerprint(self._folder, self._cache)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        if inputs.fresh_block_ids and not self._cache.is_paired:  # whose kernels need no zeros
-            self._cache.clear(inputs.fresh_block_ids)
-        batch = RaggedBatch(
-            block_table=torch.from_numpy(inputs.block_table),
-            query_start_loc=inputs.query_start_loc.tolist(),
-            seq_lens=inputs.seq_lens.tolist(),
-            block_size=self._info.block_size,
-            device=self._device,
-            workspace=self._workspace,
-        )
-        attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
-        return self._model.forward(
-            self._to_device(inputs.token_ids),
-            self._to_device(inputs.positions),
-            attention,
-            self._to_device(inputs.logit_tokens),
-        )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return self._forward_pass.logits(inputs)
 
 
 def _model_info(

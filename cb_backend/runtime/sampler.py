@@ -6,6 +6,8 @@ draws the same tokens alone, in a batch, or after preemption. Engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cb_kernels
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +25,11 @@ _SMALLEST_BLOCK = 16
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows
+    logits: Tensor, rows: SamplingRows, *, alone: bool = False
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Token ids [R] of logits [R, V], and which rows are sound [R].
+
+    `alone`: row by row, since torch may sum one row of a few in another order than one of many.
 
     A row with a NaN, an infinity, or nothing but minus infinities is not, and its id means nothing.
     A GPU draws with random numbers of its own: other tokens than a CPU for the same seed.
@@ -33,6 +37,10 @@ def sample(
     if uses_triton(logits):
         chosen, drawable = cb_kernels.sample(logits, _on_device(rows, logits.device))
         return chosen.cpu().numpy(), drawable.cpu().numpy()
+    if alone:
+        each = [sample(logits[i : i + 1], _pick(rows, [i])) for i in range(len(logits))]
+        tokens_of_each, sound_of_each = zip(*each, strict=True)
+        return np.concatenate(tokens_of_each), np.concatenate(sound_of_each)
     best, best_logits = _argmax(logits)
     sound = torch.isfinite(best_logits)
     drawn = torch.from_numpy(rows.temperature > 0).to(logits.device) & sound
@@ -40,7 +48,8 @@ def sample(
     if (rows.temperature > 0).any() and bool(drawn.any()):
         index = drawn.nonzero()[:, 0]
         tokens = best.clone()
-        tokens[index] = _draw(logits[index], best_logits[index], _select(rows, index))
+        own = _pick(rows, index.cpu().numpy())
+        tokens[index] = _draw(logits[index], best_logits[index], own)
     return tokens.cpu().numpy(), sound.cpu().numpy()
 
 
@@ -83,8 +92,7 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best_block * block + index, values
 
 
-def _select(rows: SamplingRows, index: Tensor) -> SamplingRows:
-    chosen = index.cpu().numpy()
+def _pick(rows: SamplingRows, chosen: Sequence[int] | npt.NDArray[np.int64]) -> SamplingRows:
     return SamplingRows(
         temperature=rows.temperature[chosen],
         top_k=rows.top_k[chosen],

@@ -3,6 +3,7 @@ cb_backend."""
 
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
+from cb_kernels.linear import invariant_linear
 from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
 from cb_kernels.ops import (
     attention_path,
@@ -34,6 +35,7 @@ __all__ = [
     "edit_logits",
     "gather_blocks",
     "gelu_and_mul",
+    "invariant_linear",
     "pack_linear",
     "paged_attention",
     "paired_views",

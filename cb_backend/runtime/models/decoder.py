@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from cb_kernels import LayerStack, rms_norm
+from cb_kernels import LayerStack, rms_norm, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.interface import Attention, ModelGeometry
@@ -31,6 +31,7 @@ class Decoder(nn.Module):
         lm_head: Linear,
         ropes: dict[str, Rope],
         stack: LayerStack | None,  # all layers in one call, where that exists
+        deterministic: bool,  # the linear layers were made so, where that takes making
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -40,6 +41,7 @@ class Decoder(nn.Module):
         self.lm_head = lm_head
         self._ropes = ropes
         self._stack = stack
+        self._deterministic = deterministic
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -56,6 +58,22 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    def is_batch_invariant(self, *, paged: bool) -> bool:
+        if uses_triton(self.embedding):
+            # The router of a mixture of experts is torch's.
+            return self._deterministic and not any(layer.experts for layer in self.spec.layers)
+        # The one call sums each row alone, and each query's keys from the first on; behind a window
+        # the first depends on the chunk. All else on a CPU is torch's: its sums, and which numbers
+        # of a tensor it computes by vectors, depend on the number of rows.
+        windows = [layer.sliding_window for layer in self.spec.layers]
+        return (
+            self._stack is not None
+            and paged
+            and not any(windows)
+            and self.spec.logit_soft_cap is None
+            and self.lm_head.kernel is not None
+        )
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor

@@ -57,6 +57,11 @@ class CausalModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    def is_batch_invariant(self, *, paged: bool) -> bool:
+        """Whether a token's logits have the same bits whatever tokens come with it and however its
+        sequence was cut, on a deterministic attention; `paged`: one that is `Attention.paged`."""
+        ...
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
     ) -> Tensor:

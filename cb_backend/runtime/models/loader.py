@@ -35,7 +35,7 @@ def load_model(config: EngineConfig, device: torch.device) -> tuple[CausalModel,
     dtype = choose_dtype(config.dtype, getattr(model_config, "dtype", None), device)
     if config.implementation != "transformers":
         try:
-            return _load_native(folder, model_config, dtype, device), "native"
+            return _load_native(config, model_config, dtype, device), "native"
         except NotCoveredError as reason:
             if config.implementation == "native":
                 raise ModelError(
@@ -89,9 +89,14 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def _load_native(
-    folder: Path, model_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> CausalModel:
     spec = decoder_spec(model_config)
-    with Checkpoint(folder) as checkpoint:
-        loader = NativeLoader(checkpoint, model_config, spec, dtype=dtype, device=device)
+    with Checkpoint(Path(config.model)) as checkpoint:
+        loader = NativeLoader(
+            *(checkpoint, model_config, spec),
+            dtype=dtype,
+            device=device,
+            deterministic=config.deterministic,
+        )
         return loader.load()

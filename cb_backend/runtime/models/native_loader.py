@@ -43,11 +43,13 @@ class NativeLoader:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        deterministic: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
         self._device = device
+        self._deterministic = deterministic
         # silu(gate) * up is part of the product; other activations are the MLP's own.
         self._gated = spec.activation == "silu"
         self._activation = None if self._gated else spec.activation
@@ -61,7 +63,7 @@ class NativeLoader:
         layers = [self._layer(index, layer) for index, layer in enumerate(spec.layers)]
         if spec.tied_embeddings:
             # The embedding is read by rows, so the packed product needs a copy of its own.
-            lm_head = Linear(embedding)
+            lm_head = Linear(embedding, invariant=self._deterministic)
             lm_head.pack()
             self._checkpoint.unread.discard("lm_head.weight")
         else:
@@ -78,6 +80,7 @@ class NativeLoader:
             lm_head=lm_head,
             ropes=self._ropes,
             stack=layer_stack(spec, layers, self._ropes),
+            deterministic=self._deterministic,
         )
         return decoder.eval()
 
@@ -165,7 +168,7 @@ class NativeLoader:
         bias_tensor = None
         if bias:
             bias_tensor = self._tensor([f"{name}.bias" for name in names], (sum(widths),))
-        linear = Linear(weight, bias_tensor, gated=gated)
+        linear = Linear(weight, bias_tensor, gated=gated, invariant=self._deterministic)
         linear.pack()
         return linear
 

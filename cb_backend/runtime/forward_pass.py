@@ -1,0 +1,92 @@
+"""One forward pass over a step's rows, in the way that the model and the config ask for.
+
+In a deterministic engine a token's logits have the same bits whatever shares its step and however
+its sequence was cut. Where a model's operations do not see to that themselves, its tokens go
+through it one at a time: each operation's shapes then depend on the token's own sequence alone.
+Engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from cb_kernels import RaggedBatch, Workspace, uses_triton
+from torch import Tensor
+
+from cb_backend.runtime.attention import StepAttention
+from cb_backend.runtime.kv_cache import KVCache
+from cb_backend.runtime.models.interface import CausalModel
+from cb_backend.runtime.token_batch import StepInputs
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardPass:
+    """Raises nothing of its own: what is asked of it was checked before."""
+
+    def __init__(
+        self, model: CausalModel, cache: KVCache, device: torch.device, *, deterministic: bool
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self._workspace = Workspace()
+        self._deterministic = deterministic
+        self._by_token = deterministic and not model.is_batch_invariant(paged=cache.is_paired)
+        if deterministic:
+            way = "one at a time" if self._by_token else "in batches"
+            logger.info("deterministic: tokens go through the model %s", way)
+
+    def logits(self, inputs: StepInputs) -> Tensor:
+        """Logits [R, V] of the step's tokens that are sampled from."""
+        # The kernels in C and in Triton read no slot that its row has not written.
+        if inputs.fresh_block_ids and not (self._cache.is_paired or uses_triton(self._cache.pool)):
+            self._cache.clear(inputs.fresh_block_ids)
+        if self._by_token:
+            return torch.cat([self._run(token) for token in one_by_one(inputs)])
+        return self._run(inputs)
+
+    def _run(self, inputs: StepInputs) -> Tensor:
+        batch = RaggedBatch(
+            block_table=torch.from_numpy(inputs.block_table),
+            query_start_loc=inputs.query_start_loc.tolist(),
+            seq_lens=inputs.seq_lens.tolist(),
+            block_size=self._cache.block_size,
+            device=self._device,
+            workspace=self._workspace,
+            # On the CPU only Triton knows of it; the others are so where `is_batch_invariant`.
+            deterministic=self._deterministic and uses_triton(self._cache.pool),
+        )
+        attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
+        return self._model.forward(
+            self._to_device(inputs.token_ids),
+            self._to_device(inputs.positions),
+            attention,
+            self._to_device(inputs.logit_tokens),
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def one_by_one(inputs: StepInputs) -> Iterator[StepInputs]:
+    """A step for each token, in their order: a token wants the K and V of those before."""
+    sampled = set(inputs.logit_tokens.tolist())
+    rows = np.repeat(np.arange(len(inputs.seq_lens)), np.diff(inputs.query_start_loc))
+    for token, row in enumerate(rows.tolist()):
+        own = slice(token, token + 1)
+        seq_len = inputs.positions[own] + 1
+        yield replace(
+            inputs,
+            token_ids=inputs.token_ids[own],
+            positions=inputs.positions[own],
+            slot_mapping=inputs.slot_mapping[own],
+            query_start_loc=np.array([0, 1]),
+            seq_lens=seq_len,
+            block_table=inputs.block_table[row : row + 1],
+            logit_tokens=np.zeros(int(token in sampled), np.int64),
+        )

@@ -46,7 +46,7 @@ def packed_logits(
 
 @contextmanager
 def recorded_logits(runner: ModelRunner) -> Iterator[Logits]:
-    """All rows that are sampled from meanwhile. A request is what stands before the "/" of an id."""
+    """All that is sampled from meanwhile. A request is what stands before the "/" of an id."""
     forward, logits = runner._forward, Logits()
 
     def recorded(inputs: StepInputs) -> Tensor:

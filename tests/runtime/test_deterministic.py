@@ -39,6 +39,7 @@ MODELS = (
     next(model for model in FALLBACK if model.name == "gpt_neox"),
 )
 
+
 @pytest.fixture(params=[True, False], ids=["C", "no C"])
 def with_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     if not request.param:

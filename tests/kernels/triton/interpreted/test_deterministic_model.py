@@ -1,4 +1,4 @@
-"""A whole model on the kernels for GPUs is deterministic: linear layers, norms, attention, sampler."""
+"""A whole model on the kernels for GPUs is deterministic: its layers, the attention, the sampler."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import CausalModel
+from cb_backend.runtime.staging import StagedStep, stage
+from cb_backend.runtime.streams import Streams
 from cb_backend.runtime.token_batch import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -29,48 +31,50 @@ class ForwardPass:
     """Raises nothing of its own: what is asked of it was checked before."""
 
     def __init__(
-        self, model: CausalModel, cache: KVCache, device: torch.device, *, deterministic: bool
+        self, model: CausalModel, cache: KVCache, streams: Streams, *, deterministic: bool
     ) -> None:
         self._model = model
         self._cache = cache
-        self._device = device
+        self._streams = streams
         self._workspace = Workspace()
+        self._for_triton = uses_triton(cache.pool)
         self._deterministic = deterministic
         self._by_token = deterministic and not model.is_batch_invariant(paged=cache.is_paired)
         if deterministic:
             way = "one at a time" if self._by_token else "in batches"
             logger.info("deterministic: tokens go through the model %s", way)
 
-    def logits(self, inputs: StepInputs) -> Tensor:
-        """Logits [R, V] of the step's tokens that are sampled from."""
+    def stage(self, inputs: StepInputs) -> StagedStep:
+        """Hand the step's inputs over to the device."""
         # The kernels in C and in Triton read no slot that its row has not written.
-        if inputs.fresh_block_ids and not (self._cache.is_paired or uses_triton(self._cache.pool)):
+        if inputs.fresh_block_ids and not (self._cache.is_paired or self._for_triton):
             self._cache.clear(inputs.fresh_block_ids)
-        if self._by_token:
-            return torch.cat([self._run(token) for token in one_by_one(inputs)])
-        return self._run(inputs)
+        return stage(inputs, self._streams, for_triton=self._for_triton)
 
-    def _run(self, inputs: StepInputs) -> Tensor:
+    def logits(self, step: StagedStep) -> Tensor:
+        """Logits [R, V] of the step's tokens that are sampled from."""
+        if not self._by_token:
+            return self._run(step)
+        tokens = one_by_one(step.inputs)
+        return torch.cat(
+            [self._run(stage(t, self._streams, for_triton=self._for_triton)) for t in tokens]
+        )
+
+    def _run(self, step: StagedStep) -> Tensor:
+        inputs = step.inputs
         batch = RaggedBatch(
             block_table=torch.from_numpy(inputs.block_table),
             query_start_loc=inputs.query_start_loc.tolist(),
             seq_lens=inputs.seq_lens.tolist(),
             block_size=self._cache.block_size,
-            device=self._device,
+            device=self._cache.pool.device,
             workspace=self._workspace,
+            on_device=step.rows,
             # On the CPU only Triton knows of it; the others are so where `is_batch_invariant`.
-            deterministic=self._deterministic and uses_triton(self._cache.pool),
+            deterministic=self._deterministic and self._for_triton,
         )
-        attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
-        return self._model.forward(
-            self._to_device(inputs.token_ids),
-            self._to_device(inputs.positions),
-            attention,
-            self._to_device(inputs.logit_tokens),
-        )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        attention = StepAttention(self._cache, batch, step.slot_mapping)
+        return self._model.forward(step.token_ids, step.positions, attention, step.logit_tokens)
 
 
 def one_by_one(inputs: StepInputs) -> Iterator[StepInputs]:

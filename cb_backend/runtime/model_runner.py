@@ -35,9 +35,11 @@ from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
-from cb_backend.runtime.sampler import sample
+from cb_backend.runtime.sampler import UNSOUND, Sampled, launch_sample, sample
+from cb_backend.runtime.staging import StagedStep
+from cb_backend.runtime.streams import streams_of
 from cb_backend.runtime.swap_timing import measure_swap_costs
-from cb_backend.runtime.token_batch import StepInputs, TokenBatch
+from cb_backend.runtime.token_batch import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +77,10 @@ class ModelRunner:
         self._cache = KVCache(
             model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
         )
-        self._copier = BlockCopier(self._cache, config.num_host_kv_blocks)
+        self._streams = streams_of(device)
+        self._copier = BlockCopier(self._cache, self._streams, config.num_host_kv_blocks)
         self._forward_pass = ForwardPass(
-            model, self._cache, device, deterministic=config.deterministic
+            model, self._cache, self._streams, deterministic=config.deterministic
         )
         self._deterministic = config.deterministic
         self._batch = TokenBatch(
@@ -97,10 +100,11 @@ class ModelRunner:
             return StepResult(token_ids={}, failed={})
         with torch.inference_mode():
             self._copier.run(plan.copies)
-            logits = self._forward(inputs)
+            step = self._forward_pass.stage(inputs)
+            logits = self._forward(step)
             if not inputs.request_ids:
                 return StepResult(token_ids={}, failed={})
-            tokens, sound = sample(logits, inputs.sampling, alone=self._deterministic)
+            tokens, sound = self._sample(logits, step)
         self._batch.append(inputs.batch_rows[sound], tokens[sound])
         return _step_result(inputs.request_ids, tokens.tolist(), sound.tolist())
 
@@ -160,8 +164,7 @@ class ModelRunner:
         """In their order, done when this returns."""
         with torch.inference_mode():
             self._copier.run(copies)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._streams.synchronize()
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
@@ -172,8 +175,14 @@ class ModelRunner:
     def _fingerprint(self) -> str:
         return fingerprint(self._folder, self._cache)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        return self._forward_pass.logits(inputs)
+    def _forward(self, step: StagedStep) -> Tensor:
+        return self._forward_pass.logits(step)
+
+    def _sample(self, logits: Tensor, step: StagedStep) -> Sampled:
+        if step.sampling is None:
+            return sample(logits, step.inputs.sampling, alone=self._deterministic)
+        tokens = self._streams.read(launch_sample(logits, step.sampling))
+        return tokens, tokens != UNSOUND
 
 
 def _model_info(

@@ -12,7 +12,7 @@ import cb_kernels
 import numpy as np
 import numpy.typing as npt
 import torch
-from cb_kernels import SamplingParameters, uses_triton
+from cb_kernels import SamplingParameters
 from torch import Tensor
 
 from cb_backend.runtime.token_batch import SamplingRows
@@ -23,40 +23,41 @@ _MORE_CANDIDATES = 16
 _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 16
 
+UNSOUND = -1  # in place of a token id: nothing can be drawn from the row
 
-def sample(
-    logits: Tensor, rows: SamplingRows, *, alone: bool = False
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Token ids [R] of logits [R, V], and which rows are sound [R].
+# Token ids [R], and which rows are sound [R].
+Sampled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
-    `alone`: row by row, since torch may sum one row of a few in another order than one of many.
+
+def launch_sample(logits: Tensor, parameters: SamplingParameters) -> Tensor:
+    """Token ids [R] of logits [R, V], UNSOUND for rows that are not; nobody waits for them.
+
+    With random numbers of the GPU's own: other tokens than on a CPU for the same seed.
+    """
+    tokens, sound = cb_kernels.sample(logits, parameters)
+    return tokens.masked_fill_(~sound, UNSOUND)
+
+
+def sample(logits: Tensor, rows: SamplingRows, *, alone: bool = False) -> Sampled:
+    """Token ids [R] of logits [R, V] on a CPU, and which rows are sound [R].
 
     A row with a NaN, an infinity, or nothing but minus infinities is not, and its id means nothing.
-    A GPU draws with random numbers of its own: other tokens than a CPU for the same seed.
+    `alone`: row by row, since torch may sum one row of a few in another order than one of many.
     """
-    if uses_triton(logits):
-        chosen, drawable = cb_kernels.sample(logits, _on_device(rows, logits.device))
-        return chosen.cpu().numpy(), drawable.cpu().numpy()
     if alone:
         each = [sample(logits[i : i + 1], _pick(rows, [i])) for i in range(len(logits))]
         tokens_of_each, sound_of_each = zip(*each, strict=True)
         return np.concatenate(tokens_of_each), np.concatenate(sound_of_each)
     best, best_logits = _argmax(logits)
     sound = torch.isfinite(best_logits)
-    drawn = torch.from_numpy(rows.temperature > 0).to(logits.device) & sound
+    drawn = torch.from_numpy(rows.temperature > 0) & sound
     tokens = best
     if (rows.temperature > 0).any() and bool(drawn.any()):
         index = drawn.nonzero()[:, 0]
         tokens = best.clone()
-        own = _pick(rows, index.cpu().numpy())
+        own = _pick(rows, index.numpy())
         tokens[index] = _draw(logits[index], best_logits[index], own)
-    return tokens.cpu().numpy(), sound.cpu().numpy()
-
-
-def _on_device(rows: SamplingRows, device: torch.device) -> SamplingParameters:
-    seeds = rows.seeds.view(np.int64)
-    arrays = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, seeds, rows.positions)
-    return SamplingParameters(*(torch.from_numpy(array).to(device) for array in arrays))
+    return tokens.numpy(), sound.numpy()
 
 
 def uniforms(

@@ -15,7 +15,7 @@ from cb_kernels.ops import (
 from cb_kernels.packed_linear import PackedLinear, pack_linear
 from cb_kernels.paired import can_pair, paired_views, plain_views
 from cb_kernels.pointwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
-from cb_kernels.ragged import RaggedBatch, Workspace
+from cb_kernels.ragged import RaggedBatch, Rows, Workspace
 from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "PackedLinear",
     "PagedStep",
     "RaggedBatch",
+    "Rows",
     "SamplingParameters",
     "StackShape",
     "Workspace",

@@ -14,7 +14,7 @@ from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.interface import CausalModel
-from cb_backend.runtime.token_batch import StepInputs
+from cb_backend.runtime.staging import StagedStep
 
 # The logits of a sampled token, by its request and its place in the sequence.
 Logits = dict[tuple[str, int], Tensor]
@@ -49,8 +49,8 @@ def recorded_logits(runner: ModelRunner) -> Iterator[Logits]:
     """All that is sampled from meanwhile. A request is what stands before the "/" of an id."""
     forward, logits = runner._forward, Logits()
 
-    def recorded(inputs: StepInputs) -> Tensor:
-        rows = forward(inputs)
+    def recorded(step: StagedStep) -> Tensor:
+        rows, inputs = forward(step), step.inputs
         positions = inputs.sampling.positions.tolist()
         for request_id, position, row in zip(inputs.request_ids, positions, rows, strict=True):
             logits[request_id.partition("/")[0], position] = row.clone()

@@ -1,4 +1,4 @@
-"""A whole model on the kernels for GPUs is deterministic: its layers, the attention, the sampler."""
+"""A whole model on the kernels for GPUs is deterministic: layers, attention, sampler."""
 
 from __future__ import annotations
 

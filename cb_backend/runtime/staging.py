@@ -1,0 +1,69 @@
+"""A step's inputs where the model runs. Engine thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from cb_kernels import Rows, SamplingParameters
+from torch import Tensor
+
+from cb_backend.runtime.streams import Streams
+from cb_backend.runtime.token_batch import SamplingRows, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """`inputs`, and what of them the device reads; for Triton also the rows and how to sample."""
+
+    inputs: StepInputs
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64
+    logit_tokens: Tensor  # [R] int64
+    rows: Rows | None = None
+    sampling: SamplingParameters | None = None
+
+
+def stage(inputs: StepInputs, streams: Streams, *, for_triton: bool) -> StagedStep:
+    """All that the device needs, handed over in one go."""
+    tokens = {
+        "token_ids": inputs.token_ids,
+        "positions": inputs.positions,
+        "slot_mapping": inputs.slot_mapping,
+        "logit_tokens": inputs.logit_tokens,
+    }
+    rows = _rows(inputs) if for_triton else {}
+    sampling = _sampling(inputs.sampling) if for_triton else {}
+    there = streams.upload(tokens | rows | sampling)
+    return StagedStep(
+        inputs,
+        there["token_ids"],
+        there["positions"],
+        there["slot_mapping"],
+        there["logit_tokens"],
+        Rows(*(there[name] for name in rows)) if for_triton else None,
+        SamplingParameters(*(there[name] for name in sampling)) if for_triton else None,
+    )
+
+
+def _rows(inputs: StepInputs) -> dict[str, np.ndarray]:
+    """In the order of `Rows`."""
+    return {
+        "block_table": inputs.block_table,
+        "query_start_loc": inputs.query_start_loc.astype(np.int32),
+        "seq_lens": inputs.seq_lens.astype(np.int32),
+    }
+
+
+def _sampling(rows: SamplingRows) -> dict[str, np.ndarray]:
+    """In the order of `SamplingParameters`."""
+    return {
+        "temperature": rows.temperature,
+        "top_k": rows.top_k,
+        "top_p": rows.top_p,
+        "min_p": rows.min_p,
+        "seeds": rows.seeds.view(np.int64),
+        # Not "positions": those are the tokens'.
+        "sampled_positions": rows.positions,
+    }

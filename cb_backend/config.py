@@ -23,6 +23,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:1
     dtype: Dtype = "auto"  # auto: what the weights are stored in
     implementation: Implementation = "auto"  # auto: native where it covers the model
+    cuda_graphs: bool = True  # on a GPU, decoding steps are captured at start and replayed
     deterministic: bool = False  # a token's logits are the same to the bit alone or in any batch,
     # computed in any chunks or found in the prefix cache; slower
 

@@ -18,6 +18,7 @@ from cb_kernels import RaggedBatch, Workspace, uses_triton
 from torch import Tensor
 
 from cb_backend.runtime.attention import StepAttention
+from cb_backend.runtime.cuda_graphs import DecodeGraphs, GraphMaker
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.staging import StagedStep, stage
@@ -40,27 +41,53 @@ class ForwardPass:
         self._for_triton = uses_triton(cache.pool)
         self._deterministic = deterministic
         self._by_token = deterministic and not model.is_batch_invariant(paged=cache.is_paired)
+        self._graphs: DecodeGraphs | None = None
         if deterministic:
             way = "one at a time" if self._by_token else "in batches"
             logger.info("deterministic: tokens go through the model %s", way)
+
+    def use_graphs(self, maker: GraphMaker, *, max_num_seqs: int, max_model_len: int) -> None:
+        """Capture decoding steps, where the model can be captured."""
+        if self._by_token or not self._model.is_capturable:
+            logger.info("CUDA graphs: none, since the model's steps cannot be captured")
+            return
+        max_blocks = -(-max_model_len // self._cache.block_size)
+        self._graphs = DecodeGraphs(
+            lambda step: self._run(step, max_keys=max_model_len),
+            maker,
+            max_num_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            device=self._cache.pool.device,
+        )
+        self._graphs.capture_all()
+
+    def forget_graphs(self) -> None:
+        """Before the cache moves."""
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def stage(self, inputs: StepInputs) -> StagedStep:
         """Hand the step's inputs over to the device."""
         # The kernels in C and in Triton read no slot that its row has not written.
         if inputs.fresh_block_ids and not (self._cache.is_paired or self._for_triton):
             self._cache.clear(inputs.fresh_block_ids)
-        return stage(inputs, self._streams, for_triton=self._for_triton)
+        padded = None if self._graphs is None else self._graphs.padded(inputs)
+        if padded is None:
+            return self._stage(inputs)
+        return self._stage(padded, for_graph=True)
 
     def logits(self, step: StagedStep) -> Tensor:
         """Logits [R, V] of the step's tokens that are sampled from."""
+        if step.for_graph and self._graphs is not None:
+            return self._graphs.logits(step)
         if not self._by_token:
             return self._run(step)
-        tokens = one_by_one(step.inputs)
-        return torch.cat(
-            [self._run(stage(t, self._streams, for_triton=self._for_triton)) for t in tokens]
-        )
+        return torch.cat([self._run(self._stage(one)) for one in one_by_one(step.inputs)])
 
-    def _run(self, step: StagedStep) -> Tensor:
+    def _stage(self, inputs: StepInputs, *, for_graph: bool = False) -> StagedStep:
+        return stage(inputs, self._streams, for_triton=self._for_triton, for_graph=for_graph)
+
+    def _run(self, step: StagedStep, *, max_keys: int | None = None) -> Tensor:
         inputs = step.inputs
         batch = RaggedBatch(
             block_table=torch.from_numpy(inputs.block_table),
@@ -70,6 +97,7 @@ class ForwardPass:
             device=self._cache.pool.device,
             workspace=self._workspace,
             on_device=step.rows,
+            max_keys=max_keys,
             # On the CPU only Triton knows of it; the others are so where `is_batch_invariant`.
             deterministic=self._deterministic and self._for_triton,
         )

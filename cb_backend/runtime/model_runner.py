@@ -29,6 +29,7 @@ from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ErrorInfo, ModelError, RequestFailedError
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
+from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
 from cb_backend.runtime.device import choose_device
 from cb_backend.runtime.forward_pass import ForwardPass
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
@@ -58,6 +59,8 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)
     runner.warm_up()
+    if config.cuda_graphs and device.type == "cuda":
+        runner.capture_graphs(CudaGraphMaker(), config.max_num_seqs)
     if config.num_host_kv_blocks:
         runner.learn(measure_swap_costs(runner, info, config.num_host_kv_blocks))
     logger.info("serving %s", info)
@@ -112,6 +115,7 @@ class ModelRunner:
         """See `Executor.resize`."""
         with torch.inference_mode():
             self._copier.run(change.copies)
+            self._forward_pass.forget_graphs()
             self._cache.resize(change.num_blocks)
         self._batch.rename_blocks(change.moved)
 
@@ -154,6 +158,13 @@ class ModelRunner:
             raise ModelError(
                 f"its logits in {self._info.dtype} are not finite numbers: the weights are damaged,"
                 " or need a dtype of greater range"
+            )
+
+    def capture_graphs(self, maker: GraphMaker, max_num_seqs: int) -> None:
+        """From now on decoding steps are replayed, where the model allows it."""
+        with torch.inference_mode():
+            self._forward_pass.use_graphs(
+                maker, max_num_seqs=max_num_seqs, max_model_len=self._info.max_model_len
             )
 
     def learn(self, costs: SwapCosts) -> None:

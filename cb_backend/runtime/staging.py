@@ -23,17 +23,21 @@ class StagedStep:
     logit_tokens: Tensor  # [R] int64
     rows: Rows | None = None
     sampling: SamplingParameters | None = None
+    for_graph: bool = False  # padded, see `cuda_graphs`
 
 
-def stage(inputs: StepInputs, streams: Streams, *, for_triton: bool) -> StagedStep:
+def stage(
+    inputs: StepInputs, streams: Streams, *, for_triton: bool, for_graph: bool = False
+) -> StagedStep:
     """All that the device needs, handed over in one go."""
+    has_rows = for_triton or for_graph
     tokens = {
         "token_ids": inputs.token_ids,
         "positions": inputs.positions,
         "slot_mapping": inputs.slot_mapping,
         "logit_tokens": inputs.logit_tokens,
     }
-    rows = _rows(inputs) if for_triton else {}
+    rows = _rows(inputs) if has_rows else {}
     sampling = _sampling(inputs.sampling) if for_triton else {}
     there = streams.upload(tokens | rows | sampling)
     return StagedStep(
@@ -42,8 +46,9 @@ def stage(inputs: StepInputs, streams: Streams, *, for_triton: bool) -> StagedSt
         there["positions"],
         there["slot_mapping"],
         there["logit_tokens"],
-        Rows(*(there[name] for name in rows)) if for_triton else None,
+        Rows(*(there[name] for name in rows)) if has_rows else None,
         SamplingParameters(*(there[name] for name in sampling)) if for_triton else None,
+        for_graph,
     )
 
 

@@ -117,6 +117,9 @@ class RaggedBatch:
     workspace: Workspace = field(default_factory=Workspace)
     # The rows where the device has them already; None: they are copied there at first use.
     on_device: Rows | None = None
+    # Of rows of one query each whose lengths and blocks may change before the launch runs: the most
+    # keys that any of them has then. None: they are what is here.
+    max_keys: int | None = None
     # A token's attention is to be the same to the bit in any batch, cut into any chunks.
     deterministic: bool = False
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)

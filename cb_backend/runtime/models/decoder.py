@@ -59,6 +59,10 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def is_capturable(self) -> bool:
+        return not any(layer.experts for layer in self.spec.layers)  # the host counts their rows
+
     def is_batch_invariant(self, *, paged: bool) -> bool:
         if uses_triton(self.embedding):
             # The router of a mixture of experts is torch's.

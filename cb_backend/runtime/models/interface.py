@@ -57,6 +57,11 @@ class CausalModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a forward pass waits for nothing and launches by its shapes alone."""
+        ...
+
     def is_batch_invariant(self, *, paged: bool) -> bool:
         """Whether a token's logits have the same bits whatever tokens come with it and however its
         sequence was cut, on a deterministic attention; `paged`: one that is `Attention.paged`."""

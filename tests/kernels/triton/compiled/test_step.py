@@ -29,6 +29,7 @@ from cb_backend.runtime.models.spec import decoder_spec
 from cb_backend.runtime.streams import HostStreams
 from tests.models import TinyModel
 from tests.runtime.driving import Driver, prompt_of
+from tests.runtime.fake_graphs import FakeMaker
 
 META = torch.device("meta")
 SIZES = {"num_hidden_layers": 2, "head_dim": 64}
@@ -115,6 +116,23 @@ def test_a_step_waits_once(
     for step, budget in enumerate((20, 100, 100), start=1):  # chunks, both, decoding
         driver.step(budget)
         assert (streams.num_reads, streams.num_uploads) == (step, step)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_a_captured_step_waits_once(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, streams = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=deterministic)
+    maker = FakeMaker()
+    runner.capture_graphs(maker, max_num_seqs=4)
+    assert streams.num_reads == streams.num_uploads == 0
+    driver = Driver(runner)
+    for i in range(3):
+        driver.add(f"{i}", prompt_of(9 + i))
+    driver.step()
+    driver.step()
+    assert maker.num_replays == 1
+    assert streams.num_reads == streams.num_uploads == 2
 
 
 def test_copies_of_blocks_are_not_waited_for(

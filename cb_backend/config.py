@@ -11,6 +11,7 @@ from cb_backend.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "native", "transformers"]
+KVCacheDtype = Literal["auto", "fp8"]
 POLICY_NAMES = ("deadline", "fair", "fcfs", "priority")
 
 
@@ -31,6 +32,7 @@ class EngineConfig:
     block_size: int | None = None  # tokens per KV block; None: what suits the device
     num_kv_blocks: int | None = None  # None: as many as kv_cache_gib or memory_fraction hold
     kv_cache_gib: float | None = None  # GiB of K and V; None: from memory_fraction
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's; fp8: half of it, on a GPU
     memory_fraction: float = 0.9  # CUDA: share of the device's memory for weights and KV together
     min_free_gib: float | None = None  # GiB to keep free on the device for its other users: the KV
     # pool shrinks and grows with them; None: the pool keeps its size
@@ -89,6 +91,7 @@ class EngineConfig:
 _CHOICES = {
     "dtype": get_args(Dtype),
     "implementation": get_args(Implementation),
+    "kv_cache_dtype": get_args(KVCacheDtype),
 }
 _INTEGERS = {  # and their least values
     "max_model_len": 1,

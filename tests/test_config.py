@@ -15,6 +15,7 @@ from cb_backend.errors import ConfigError
         ("admin_key", ""),
         ("dtype", "int3"),
         ("implementation", "magic"),
+        ("kv_cache_dtype", "fp4"),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 63),
         ("max_num_waiting", -1),

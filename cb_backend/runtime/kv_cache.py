@@ -69,6 +69,12 @@ class KVCache:
             head_dim=geometry.head_dim,
             group=geometry.num_heads // geometry.num_kv_heads,
         )
+        # By which float8 numbers are multiplied when they are read, of each head of K and of V. 1,
+        # for want of a calibration; what is past 448 becomes 448.
+        self.scales: tuple[Tensor, Tensor] | None = None
+        if dtype == torch.float8_e4m3fn:
+            ones = torch.ones(geometry.num_kv_heads, device=device)
+            self.scales = (ones, ones)
         self.layers = self._layers()
 
     def clear(self, block_ids: Sequence[int]) -> None:

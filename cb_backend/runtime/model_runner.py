@@ -30,7 +30,7 @@ from cb_backend.errors import ErrorInfo, ModelError, RequestFailedError
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
-from cb_backend.runtime.device import choose_device
+from cb_backend.runtime.device import choose_cache_dtype, choose_device
 from cb_backend.runtime.forward_pass import ForwardPass
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
@@ -55,7 +55,8 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
     device = choose_device(config.device)
     with torch.inference_mode():
         model, implementation = load_model(config, device)
-        cache_spec = size_kv_cache(config, model.geometry, dtype=model.dtype, device=device)
+        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, model.dtype, device)
+        cache_spec = size_kv_cache(config, model.geometry, dtype=cache_dtype, device=device)
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)
     runner.warm_up()
@@ -78,7 +79,9 @@ class ModelRunner:
         self._info = info
         self._device = device
         self._cache = KVCache(
-            model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
+            *(model.geometry, info.num_blocks, info.block_size),
+            dtype=choose_cache_dtype(config.kv_cache_dtype, model.dtype, device),
+            device=device,
         )
         self._streams = streams_of(device)
         self._copier = BlockCopier(self._cache, self._streams, config.num_host_kv_blocks)

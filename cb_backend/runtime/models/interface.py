@@ -23,9 +23,39 @@ class ModelGeometry:
     window: int | None = None  # tokens that the widest layer reaches back; None: to the first
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSteps:
+    """What q and k go through before attention, in this order."""
+
+    norms: tuple[Tensor, Tensor] | None  # weights [D] for each head of q and of k
+    eps: float
+    turns: tuple[Tensor, Tensor] | None  # cos and sin [T, 1, D]
+    half: int  # of the rotary part
+
+
+class HeadsAttention(Protocol):
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        steps: HeadSteps,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """`Attention.attend` of heads [T, H_q + 2 H_kv, D] as they were projected."""
+        ...
+
+
 class Attention(Protocol):
     """The attention of one step. Each layer calls it exactly once, unless all of them run in one
     call on `paged`."""
+
+    @property
+    def fused(self) -> HeadsAttention | None:
+        """What norms, turns and stores heads in one pass, where that exists."""
+        ...
 
     @property
     def paged(self) -> PagedStep | None:

@@ -113,7 +113,7 @@ class NativeLoader:
         if spec.head_norms or spec.width_norms:
             q_norm = self._norm(f"{prefix}.q_norm", q_width if spec.width_norms else spec.head_dim)
             k_norm = self._norm(f"{prefix}.k_norm", kv_width if spec.width_norms else spec.head_dim)
-            qk_norm = QKNorm(q_norm, k_norm, spec.num_heads)
+            qk_norm = QKNorm(q_norm, k_norm, spec.num_heads, spec.head_dim)
         return SelfAttention(
             spec,
             layer,

@@ -151,8 +151,8 @@ def test_copies_of_blocks_are_not_waited_for(
 
 def test_a_planted_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, _ = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
-    norm = runner._model.norm  # type: ignore[attr-defined]
-    monkeypatch.setattr(norm, "forward", lambda x: x[x[:, 0] > 0])
+    lm_head = runner._model.lm_head  # type: ignore[attr-defined]
+    monkeypatch.setattr(lm_head, "forward", lambda x: x[x[:, 0] > 0])
     driver = Driver(runner)
     driver.add("a", prompt_of(9))
     with pytest.raises((RuntimeError, NotImplementedError)):

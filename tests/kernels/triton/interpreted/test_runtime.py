@@ -66,7 +66,7 @@ def test_copies_take_blocks_out_and_in_and_within() -> None:
 
 def _logits(folder: Path, dtype: str, *, moved: bool) -> tuple[Tensor, Tensor]:
     """Of a prompt, and of the next token; `moved`: between them its blocks are taken away."""
-    runner = load_runner(folder, kv_cache_dtype=dtype, num_host_kv_blocks=2, num_kv_blocks=12)
+    runner = load_runner(folder, kv_cache_dtype=dtype, num_host_kv_blocks=1, max_model_len=16)
     driver = Driver(runner)
     request = driver.add("a", prompt_of(9))
     with recorded_logits(runner) as logits:
@@ -81,7 +81,7 @@ def _logits(folder: Path, dtype: str, *, moved: bool) -> tuple[Tensor, Tensor]:
 def _move_away_and_back(runner: ModelRunner, blocks: list[int], path: Path) -> None:
     """One over the host, another through a file."""
     first, second, _ = blocks
-    moves = ((CopyKind.OUT, first, 1), (CopyKind.FORK, 9, first), (CopyKind.IN, 1, first))
+    moves = ((CopyKind.OUT, first, 0), (CopyKind.FORK, 9, first), (CopyKind.IN, 0, first))
     runner.copy_blocks([BlockCopy(*move) for move in moves])
     runner.save_blocks(str(path), {bytes(32): second})
     runner.copy_blocks([BlockCopy(CopyKind.FORK, 9, second)])

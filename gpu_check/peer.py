@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from gpu_check.kernels import Model
 from gpu_check.models import config_of, random_decoder
@@ -79,7 +80,13 @@ def _theirs(config: LlamaConfig, prompts: Prompts, num_output: int, device: torc
         do_sample=False, eos_token_id=-1, pad_token_id=2, max_new_tokens=num_output
     )
     seconds = 0.0
-    context = model.eval().continuous_batching_context_manager(generation_config=generation)
+    sizes: dict[str, Any] = {}
+    if device.type == "cpu":  # else it fills much of the memory with masks
+        small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+        sizes = {"continuous_batching_config": small}
+    context = model.eval().continuous_batching_context_manager(
+        generation_config=generation, **sizes
+    )
     with context as manager:
         for _ in range(2):
             start, finished = time.perf_counter(), 0

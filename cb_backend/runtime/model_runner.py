@@ -36,7 +36,7 @@ from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model, read_config
-from cb_backend.runtime.sampler import UNSOUND, Sampled, launch_sample, sample
+from cb_backend.runtime.sampler import UNSOUND, launch_sample, sample
 from cb_backend.runtime.staging import StagedStep
 from cb_backend.runtime.streams import streams_of
 from cb_backend.runtime.swap_timing import measure_swap_costs
@@ -110,7 +110,11 @@ class ModelRunner:
             logits = self._forward(step)
             if not inputs.request_ids:
                 return StepResult(token_ids={}, failed={})
-            tokens, sound = self._sample(logits, step)
+            if step.sampling is None:
+                tokens, sound = sample(logits, inputs.sampling, alone=self._deterministic)
+            else:
+                tokens = self._streams.read(launch_sample(logits, step.sampling))
+                sound = tokens != UNSOUND
         self._batch.append(inputs.batch_rows[sound], tokens[sound])
         return _step_result(inputs.request_ids, tokens.tolist(), sound.tolist())
 
@@ -191,12 +195,6 @@ class ModelRunner:
 
     def _forward(self, step: StagedStep) -> Tensor:
         return self._forward_pass.logits(step)
-
-    def _sample(self, logits: Tensor, step: StagedStep) -> Sampled:
-        if step.sampling is None:
-            return sample(logits, step.inputs.sampling, alone=self._deterministic)
-        tokens = self._streams.read(launch_sample(logits, step.sampling))
-        return tokens, tokens != UNSOUND
 
 
 def _model_info(

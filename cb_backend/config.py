@@ -12,6 +12,7 @@ from cb_backend.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Implementation = Literal["auto", "native", "transformers"]
 Quantization = Literal["none", "int8"]
+KVCacheDtype = Literal["auto", "fp8"]
 POLICY_NAMES = ("deadline", "fair", "fcfs", "priority")
 
 
@@ -25,11 +26,15 @@ class EngineConfig:
     dtype: Dtype = "auto"  # auto: what the weights are stored in
     implementation: Implementation = "auto"  # auto: native where it covers the model
     quantization: Quantization = "none"  # int8: of the native decoder's weights, on the CPU
+    cuda_graphs: bool = True  # on a GPU, decoding steps are captured at start and replayed
+    deterministic: bool = False  # a token's logits are the same to the bit alone or in any batch,
+    # computed in any chunks or found in the prefix cache; slower
 
     max_model_len: int | None = None  # tokens of prompt and output; None: the model's context
     block_size: int | None = None  # tokens per KV block; None: what suits the device
     num_kv_blocks: int | None = None  # None: as many as kv_cache_gib or memory_fraction hold
     kv_cache_gib: float | None = None  # GiB of K and V; None: from memory_fraction
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's; fp8: half of it, on a GPU
     memory_fraction: float = 0.9  # CUDA: share of the device's memory for weights and KV together
     min_free_gib: float | None = None  # GiB to keep free on the device for its other users: the KV
     # pool shrinks and grows with them; None: the pool keeps its size
@@ -90,6 +95,7 @@ _CHOICES = {
     "dtype": get_args(Dtype),
     "implementation": get_args(Implementation),
     "quantization": get_args(Quantization),
+    "kv_cache_dtype": get_args(KVCacheDtype),
 }
 _INTEGERS = {  # and their least values
     "max_model_len": 1,

@@ -160,7 +160,9 @@ def _shared_prefix(model: Model, device: torch.device) -> Correct:
     table[:, :shared] = table[0, :shared].clone()
     return Correct(
         *("paged_attention", "shared prefix"),
-        *(attention.run, attention.expected, 2**-7),
+        attention.run,
+        attention.expected,
+        2**-7,
         least=1.0,
     )
 

@@ -18,7 +18,7 @@ from cb_backend.runtime.models.native_loader import NativeLoader
 from cb_backend.runtime.models.spec import decoder_spec
 from gpu_check.kernels import BLOCK_SIZE, Correct, Model, Timed
 
-_TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -28,7 +28,7 @@ _TINY = {
     "vocab_size": 500,
 }
 # Llama 3.2 1B and Qwen3 1.7B, with fewer layers: each layer is like the next.
-_LLAMA = {
+LLAMA: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 4,
@@ -37,7 +37,7 @@ _LLAMA = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
-_QWEN = {
+_QWEN: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 4,
@@ -67,21 +67,31 @@ class _Weights:
 
 
 def _decoder(
-    weights: _Weights, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    weights: _Weights,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
 ) -> Decoder:
     checkpoint: Any = weights
-    return NativeLoader(checkpoint, config, decoder_spec(config), dtype=dtype, device=device).load()
+    return NativeLoader(
+        *(checkpoint, config, decoder_spec(config)),
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+    ).load()
 
 
 def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
     """Prompts of different lengths in one ragged step, float32."""
     configs: tuple[PretrainedConfig, ...] = (
-        LlamaConfig(**(_TINY if tiny else _LLAMA)),
-        Qwen3Config(**(_TINY if tiny else _QWEN)),
+        LlamaConfig(**(TINY if tiny else LLAMA)),
+        Qwen3Config(**(TINY if tiny else _QWEN)),
     )
     for config in configs:
         torch.manual_seed(0)
-        theirs = AutoModelForCausalLM.from_config(config).to(device).eval()
+        theirs: Any = _transformers(config).to(device).eval()
         # A name bound in a loop: the default keeps this turn's tensor.
         makers = {name: partial(lambda t: t, t) for name, t in theirs.state_dict().items()}
         ours = _decoder(_Weights(makers), config, torch.float32, device)
@@ -134,7 +144,7 @@ def _step(
 
     @torch.inference_mode()
     def run() -> Tensor:
-        return model(token_ids, on_device, attention, logit_rows)
+        return model.forward(token_ids, on_device, attention, logit_rows)
 
     on_device, logit_rows = positions.to(device), ends.to(device)
     return run
@@ -142,23 +152,9 @@ def _step(
 
 def timed(model: Model, device: torch.device, *, scale: int = 1) -> Iterator[Timed]:
     """Steps of a Llama of the sizes in `model`, bfloat16. The floor is its weights and its KV."""
-    config = LlamaConfig(
-        hidden_size=model.hidden,
-        intermediate_size=model.intermediate,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocab,
-    )
-    with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(config).state_dict()
-    decoder = _decoder(
-        _Weights({name: partial(_random, t.shape, device) for name, t in shapes.items()}),
-        config,
-        torch.bfloat16,
-        device,
-    )
+    config = config_of(model)
+    decoder = random_decoder(config, torch.bfloat16, device)
+    shapes = _shapes(config)
     # Of the embedding only the tokens' rows are read.
     weights = sum(t.numel() for name, t in shapes.items() if "embed" not in name)
     token_bytes = 4 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -180,7 +176,43 @@ def timed(model: Model, device: torch.device, *, scale: int = 1) -> Iterator[Tim
     yield case("prefill step", 1, max(2, 8192 // scale), max(2, 8192 // scale))
 
 
-def _random(shape: torch.Size, device: torch.device) -> Tensor:
+def config_of(model: Model) -> LlamaConfig:
+    """A Llama of these sizes."""
+    return LlamaConfig(
+        hidden_size=model.hidden,
+        intermediate_size=model.intermediate,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab,
+    )
+
+
+def random_decoder(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+) -> Decoder:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    makers = {name: partial(_random, t.shape, dtype, device) for name, t in _shapes(config).items()}
+    return _decoder(_Weights(makers), config, dtype, device, deterministic=deterministic)
+
+
+def _transformers(config: PretrainedConfig) -> Any:
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+
+
+def _shapes(config: PretrainedConfig) -> Mapping[str, Tensor]:
+    with torch.device("meta"):
+        shapes: Mapping[str, Tensor] = _transformers(config).state_dict()
+    return shapes
+
+
+def _random(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    return torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.randn(shape, dtype=dtype, device=device) * 0.02

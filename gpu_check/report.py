@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from gpu_check.kernels import Timed
 
@@ -68,3 +69,24 @@ def svg(title: str, speeds: list[Speed]) -> str:
         ' font-family="sans-serif" font-size="12">'
         f'<text x="8" y="13">{escape(title)}</text>' + "".join(rows) + "</svg>\n"
     )
+
+
+def write_plot(folder: Path, title: str, speeds: list[Speed]) -> Path:
+    """gpu_check.png where matplotlib is at hand, else gpu_check.svg."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        path = folder / "gpu_check.svg"
+        path.write_text(svg(title, speeds))
+        return path
+    figure = Figure(figsize=(9, 1 + 0.22 * len(speeds)), layout="constrained")
+    axes = figure.subplots()
+    labels = [f"{speed.kernel} {speed.shape}" for speed in speeds]
+    axes.barh(range(len(speeds)), [speed.share for speed in speeds], color="#4477aa")
+    axes.set_yticks(range(len(speeds)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_title(title)
+    path = folder / "gpu_check.png"
+    figure.savefig(path, dpi=120)
+    return path

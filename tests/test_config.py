@@ -16,6 +16,7 @@ from cb_backend.errors import ConfigError
         ("dtype", "int3"),
         ("implementation", "magic"),
         ("quantization", "int4"),
+        ("kv_cache_dtype", "fp4"),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 63),
         ("max_num_waiting", -1),

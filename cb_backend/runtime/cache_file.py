@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from cb_kernels import gather_blocks, scatter_blocks
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,7 +50,7 @@ def save_blocks(path: Path, key: str, blocks: Mapping[bytes, int], cache: KVCach
     index = torch.tensor(list(blocks.values()), dtype=torch.int64, device=cache.pool.device)
     tensors = {
         "digests": torch.tensor(list(b"".join(blocks)), dtype=torch.uint8),
-        "blocks": cache.pool.index_select(cache.block_dim, index).cpu(),
+        "blocks": gather_blocks(cache.pool, cache.block_dim, index).cpu(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -80,4 +81,4 @@ def load_blocks(path: Path, places: Sequence[tuple[int, int]], cache: KVCache) -
     read = torch.tensor([position for position, _ in places])
     write = torch.tensor([block_id for _, block_id in places], device=device)
     chosen = blocks.index_select(cache.block_dim, read).to(device)
-    cache.pool.index_copy_(cache.block_dim, write, chosen)
+    scatter_blocks(cache.pool, cache.block_dim, write, chosen)

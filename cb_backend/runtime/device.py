@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from cb_kernels import uses_triton
 
 from cb_backend.errors import ConfigError
 
@@ -43,6 +44,24 @@ def choose_dtype(name: str, stored: torch.dtype | None, device: torch.device) ->
         return torch.float32
     logger.info("dtype: %s", dtype)
     return dtype
+
+
+def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of K and V for a config's `kv_cache_dtype`. Raises ConfigError where a device has
+    no kernels for it."""
+    if name == "auto":
+        return dtype
+    if not uses_triton(torch.empty(0, device=device)):
+        reason = f"the device is {device}"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        reason = f"{torch.cuda.get_device_name(device)} is older"
+    else:
+        return torch.float8_e4m3fn
+    raise ConfigError(
+        f"kv_cache_dtype fp8 needs an NVIDIA GPU of compute capability 9.0 or newer, and {reason};"
+        " use auto",
+        field="kv_cache_dtype",
+    )
 
 
 def _cpu_is_fast_in(dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from cb_kernels import can_pair, paired_views
+from cb_kernels import can_pair, paired_views, uses_triton
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -63,12 +63,22 @@ class KVCache:
         )
         self.block_dim = 3 if heads_outside else 2
         self.block_size = block_size
-        self.is_paired = heads_outside and can_pair(
-            dtype,
-            block_size=block_size,
-            head_dim=geometry.head_dim,
-            group=geometry.num_heads // geometry.num_kv_heads,
+        self.is_paired = (
+            heads_outside
+            and not uses_triton(self.pool)
+            and can_pair(
+                dtype,
+                block_size=block_size,
+                head_dim=geometry.head_dim,
+                group=geometry.num_heads // geometry.num_kv_heads,
+            )
         )
+        # By which float8 numbers are multiplied when they are read, of each head of K and of V. 1,
+        # for want of a calibration; what is past 448 becomes 448.
+        self.scales: tuple[Tensor, Tensor] | None = None
+        if dtype == torch.float8_e4m3fn:
+            ones = torch.ones(geometry.num_kv_heads, device=device)
+            self.scales = (ones, ones)
         self.layers = self._layers()
 
     def clear(self, block_ids: Sequence[int]) -> None:

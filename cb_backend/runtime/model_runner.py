@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import cb_kernels
 import torch
-from cb_kernels import RaggedBatch, Workspace, attention_path
+from cb_kernels import attention_path
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -30,19 +30,22 @@ from cb_backend.core.step_io import (
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ModelError
-from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
-from cb_backend.runtime.device import choose_device
+from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
+from cb_backend.runtime.device import choose_cache_dtype, choose_device
+from cb_backend.runtime.forward_pass import ForwardPass
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
-from cb_backend.runtime.sampled_ids import HostCopy, SampledIds, SampledStep
+from cb_backend.runtime.sampled_ids import SampledIds, SampledStep
 from cb_backend.runtime.sampler import sample
+from cb_backend.runtime.staging import StagedStep
+from cb_backend.runtime.streams import streams_of
 from cb_backend.runtime.swap_timing import measure_swap_costs
-from cb_backend.runtime.token_batch import StepInputs, TokenBatch
+from cb_backend.runtime.token_batch import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +61,13 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
     with torch.inference_mode():
         model, implementation = load_model(config, device)
         give_back_free_memory()
-        cache_spec = size_kv_cache(config, model.geometry, dtype=model.dtype, device=device)
+        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, model.dtype, device)
+        cache_spec = size_kv_cache(config, model.geometry, dtype=cache_dtype, device=device)
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)
     runner.warm_up()
+    if config.cuda_graphs and device.type == "cuda":
+        runner.capture_graphs(CudaGraphMaker(), config.max_num_seqs)
     if config.num_host_kv_blocks:
         runner.learn(measure_swap_costs(runner, info, config.num_host_kv_blocks))
     logger.info("serving %s", info)
@@ -80,10 +86,16 @@ class ModelRunner:
         self._info = info
         self._device = device
         self._cache = KVCache(
-            model.geometry, info.num_blocks, info.block_size, dtype=model.dtype, device=device
+            *(model.geometry, info.num_blocks, info.block_size),
+            dtype=choose_cache_dtype(config.kv_cache_dtype, model.dtype, device),
+            device=device,
         )
-        self._copier = BlockCopier(self._cache, config.num_host_kv_blocks)
-        self._workspace = Workspace()
+        self._streams = streams_of(device)
+        self._copier = BlockCopier(self._cache, self._streams, config.num_host_kv_blocks)
+        self._forward_pass = ForwardPass(
+            model, self._cache, self._streams, deterministic=config.deterministic
+        )
+        self._deterministic = config.deterministic
         self._sampled = SampledIds(config.max_num_seqs, device)
         self._batch = TokenBatch(
             max_num_seqs=config.max_num_seqs,
@@ -102,17 +114,23 @@ class ModelRunner:
             return FinishedStep(StepResult(token_ids={}, failed={}))
         with torch.inference_mode():
             self._copier.run(plan.copies)
-            logits = self._forward(inputs)
+            step = self._forward_pass.stage(inputs)
+            self._sampled.fill(step)
+            logits = self._forward(step)
             if not inputs.request_ids:
-                return SampledStep([], HostCopy(self._device))
-            tokens, sound = sample(logits, inputs.sampling)
-            self._sampled.keep(inputs, tokens, sound)
-            return SampledStep(inputs.request_ids, HostCopy(self._device, tokens, sound))
+                return SampledStep([], self._streams.read(step.batch_rows))
+            if step.sampling is None:
+                tokens, sound = sample(logits, inputs.sampling, alone=self._deterministic)
+            else:
+                tokens, sound = cb_kernels.sample(logits, step.sampling)
+            sampled = self._sampled.keep(step, tokens, sound)
+            return SampledStep(inputs.request_ids, self._streams.read(sampled))
 
     def resize(self, change: PoolResize) -> None:
         """See `Executor.resize`."""
         with torch.inference_mode():
             self._copier.run(change.copies)
+            self._forward_pass.forget_graphs()
             self._cache.resize(change.num_blocks)
         self._batch.rename_blocks(change.moved)
 
@@ -157,6 +175,13 @@ class ModelRunner:
                 " or need a dtype of greater range"
             )
 
+    def capture_graphs(self, maker: GraphMaker, max_num_seqs: int) -> None:
+        """From now on decoding steps are replayed, where the model allows it."""
+        with torch.inference_mode():
+            self._forward_pass.use_graphs(
+                maker, max_num_seqs=max_num_seqs, max_model_len=self._info.max_model_len
+            )
+
     def learn(self, costs: SwapCosts) -> None:
         """Known only once the runner runs."""
         self._info = replace(self._info, swap_costs=costs)
@@ -165,39 +190,19 @@ class ModelRunner:
         """In their order, done when this returns."""
         with torch.inference_mode():
             self._copier.run(copies)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._streams.synchronize()
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
-        del self._model, self._cache, self._copier, self._workspace, self._batch, self._sampled
+        del self._model, self._cache, self._copier, self._forward_pass, self._batch, self._sampled
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _fingerprint(self) -> str:
         return fingerprint(self._folder, self._cache, self._quantization)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        if inputs.fresh_block_ids and not self._cache.is_paired:  # whose kernels need no zeros
-            self._cache.clear(inputs.fresh_block_ids)
-        batch = RaggedBatch(
-            block_table=torch.from_numpy(inputs.block_table),
-            query_start_loc=inputs.query_start_loc.tolist(),
-            seq_lens=inputs.seq_lens.tolist(),
-            block_size=self._info.block_size,
-            device=self._device,
-            workspace=self._workspace,
-        )
-        attention = StepAttention(self._cache, batch, self._to_device(inputs.slot_mapping))
-        return self._model.forward(
-            self._sampled.fill(self._to_device(inputs.token_ids), inputs),
-            self._to_device(inputs.positions),
-            attention,
-            self._to_device(inputs.logit_tokens),
-        )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _forward(self, step: StagedStep) -> Tensor:
+        return self._forward_pass.logits(step)
 
 
 def _model_info(

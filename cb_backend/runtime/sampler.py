@@ -6,11 +6,12 @@ draws the same tokens alone, in a batch, or after preemption. Engine thread.
 
 from __future__ import annotations
 
-import cb_kernels
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from cb_kernels import SamplingParameters, argmax, uses_triton
+from cb_kernels import argmax
 from torch import Tensor
 
 from cb_backend.runtime.token_batch import SamplingRows
@@ -22,29 +23,26 @@ _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 16
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Token ids [R] of logits [R, V], and which rows are sound [R], where the logits are.
+def sample(logits: Tensor, rows: SamplingRows, *, alone: bool = False) -> tuple[Tensor, Tensor]:
+    """Token ids [R] of logits [R, V] on a CPU, and which rows are sound [R].
 
     A row with a NaN, an infinity, or nothing but minus infinities is not, and its id means nothing.
-    A GPU draws with random numbers of its own: other tokens than a CPU for the same seed.
+    `alone`: row by row, since torch may sum one row of a few in another order than one of many.
     """
-    if uses_triton(logits):
-        return cb_kernels.sample(logits, _on_device(rows, logits.device))
+    if alone:
+        each = [sample(logits[i : i + 1], _pick(rows, [i])) for i in range(len(logits))]
+        tokens_of_each, sound_of_each = zip(*each, strict=True)
+        return torch.cat(tokens_of_each), torch.cat(sound_of_each)
     best, best_logits = argmax(logits)
     sound = torch.isfinite(best_logits)
-    drawn = torch.from_numpy(rows.temperature > 0).to(logits.device) & sound
+    drawn = torch.from_numpy(rows.temperature > 0) & sound
     tokens = best
     if (rows.temperature > 0).any() and bool(drawn.any()):
         index = drawn.nonzero()[:, 0]
         tokens = best.clone()
-        tokens[index] = _draw(logits[index], best_logits[index], _select(rows, index))
+        own = _pick(rows, index.numpy())
+        tokens[index] = _draw(logits[index], best_logits[index], own)
     return tokens, sound
-
-
-def _on_device(rows: SamplingRows, device: torch.device) -> SamplingParameters:
-    seeds = rows.seeds.view(np.int64)
-    arrays = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, seeds, rows.positions)
-    return SamplingParameters(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def uniforms(
@@ -63,8 +61,7 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _select(rows: SamplingRows, index: Tensor) -> SamplingRows:
-    chosen = index.cpu().numpy()
+def _pick(rows: SamplingRows, chosen: Sequence[int] | npt.NDArray[np.int64]) -> SamplingRows:
     return SamplingRows(
         temperature=rows.temperature[chosen],
         top_k=rows.top_k[chosen],

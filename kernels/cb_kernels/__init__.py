@@ -5,6 +5,7 @@ from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
 from cb_kernels.int8_linear import Int8Linear
+from cb_kernels.linear import invariant_linear
 from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
 from cb_kernels.ops import (
     attention_path,
@@ -16,7 +17,7 @@ from cb_kernels.ops import (
 from cb_kernels.packed_linear import PackedLinear, pack_linear
 from cb_kernels.paired import can_pair, paired_views, plain_views
 from cb_kernels.pointwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
-from cb_kernels.ragged import RaggedBatch, Workspace
+from cb_kernels.ragged import RaggedBatch, Rows, Workspace
 from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "PackedLinear",
     "PagedStep",
     "RaggedBatch",
+    "Rows",
     "SamplingParameters",
     "StackShape",
     "Workspace",
@@ -38,6 +40,7 @@ __all__ = [
     "edit_logits",
     "gather_blocks",
     "gelu_and_mul",
+    "invariant_linear",
     "pack_linear",
     "paged_attention",
     "paired_views",

@@ -115,6 +115,11 @@ class RaggedBatch:
     block_size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     workspace: Workspace = field(default_factory=Workspace)
+    # The rows where the device has them already; None: they are copied there at first use.
+    on_device: Rows | None = None
+    # Of rows of one query each whose lengths and blocks may change before the launch runs: the most
+    # keys that any of them has then. None: they are what is here.
+    max_keys: int | None = None
     # A token's attention is to be the same to the bit in any batch, cut into any chunks.
     deterministic: bool = False
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
@@ -157,6 +162,8 @@ class RaggedBatch:
 
     def rows(self) -> Rows:
         """The rows on the batch's device, copied there in one go at first use."""
+        if self.on_device is not None:
+            return self.on_device
         return self.derived("rows", lambda: Rows(*to_device(self.host_rows(), self.device)))
 
     def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:

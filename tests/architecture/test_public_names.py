@@ -16,6 +16,7 @@ PUBLIC = {
         "Dtype",
         "EngineConfig",
         "Implementation",
+        "KVCacheDtype",
         "POLICY_NAMES",
         "Quantization",
     },

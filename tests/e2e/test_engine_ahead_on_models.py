@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from cb_backend.engine.engine import Engine
 from cb_backend.runtime import model_runner
 from cb_backend.runtime.model_runner import ModelRunner, load_model_runner
 from cb_backend.runtime.sampled_ids import SampledIds
-from cb_backend.runtime.token_batch import StepInputs
+from cb_backend.runtime.staging import StagedStep
 from tests.fakes import make_request
 from tests.models import FALLBACK, NATIVE, TinyModel
 from tests.runtime.driving import GREEDY, prompt_of
@@ -169,18 +168,19 @@ def test_the_pool_is_resized_between_two_steps(
         assert late.stats().preemptions > 0
 
 
-def feed_from_the_row_before(self: SampledIds, token_ids: Tensor, inputs: StepInputs) -> Tensor:
-    return FILL(self, token_ids, dataclasses.replace(inputs, sampled_rows=inputs.sampled_rows - 1))
+def feed_from_the_row_before(self: SampledIds, step: StagedStep) -> None:
+    FILL(self, dataclasses.replace(step, sampled_rows=step.sampled_rows - 1))
 
 
-def feed_what_the_host_has(self: SampledIds, token_ids: Tensor, inputs: StepInputs) -> Tensor:
-    return token_ids
+def feed_what_the_host_has(self: SampledIds, step: StagedStep) -> None:
+    pass
 
 
 def keep_in_the_order_of_the_step(
-    self: SampledIds, inputs: StepInputs, token_ids: Tensor, sound: Tensor
-) -> None:
-    KEEP(self, dataclasses.replace(inputs, batch_rows=np.sort(inputs.batch_rows)), token_ids, sound)
+    self: SampledIds, step: StagedStep, token_ids: Tensor, sound: Tensor
+) -> Tensor:
+    in_order = dataclasses.replace(step, batch_rows=step.batch_rows.sort().values)
+    return KEEP(self, in_order, token_ids, sound)
 
 
 FILL, KEEP = SampledIds.fill, SampledIds.keep

@@ -215,6 +215,12 @@ def test_the_context_is_the_least_of_model_config_and_pool(llama: Case) -> None:
         llama.runner(max_model_len=100, num_kv_blocks=24)
 
 
+def test_a_cache_in_float8_is_refused_where_there_are_no_kernels_for_it(llama: Case) -> None:
+    with pytest.raises(ConfigError, match=r"fp8 needs .* and the device is cpu") as caught:
+        llama.runner(kv_cache_dtype="fp8")
+    assert caught.value.field == "kv_cache_dtype"
+
+
 def test_bfloat16_follows_float32_closely(llama: Case) -> None:
     config = EngineConfig(model=str(llama.folder), dtype="bfloat16", device="cpu")
     model, _ = load_model(config, torch.device("cpu"))

@@ -6,11 +6,11 @@ Works on one flat row of tokens [T, hidden] of several requests. Engine thread.
 from __future__ import annotations
 
 import torch
-from cb_kernels import LayerStack, rms_norm
+from cb_kernels import LayerStack, add_rms_norm, rms_norm, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.embedding import Embedding
-from cb_backend.runtime.models.interface import Attention, ModelGeometry
+from cb_backend.runtime.models.interface import Attention, HeadsAttention, HeadSteps, ModelGeometry
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec, LayerSpec
@@ -31,6 +31,7 @@ class Decoder(nn.Module):
         lm_head: Linear,
         ropes: dict[str, Rope],
         stack: LayerStack | None,  # all layers in one call, where that exists
+        deterministic: bool,  # the linear layers were made so, where that takes making
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -40,6 +41,7 @@ class Decoder(nn.Module):
         self.lm_head = lm_head
         self._ropes = ropes
         self._stack = stack
+        self._deterministic = deterministic
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -57,6 +59,27 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def is_capturable(self) -> bool:
+        return not any(layer.experts for layer in self.spec.layers)  # the host counts their rows
+
+    def is_batch_invariant(self, *, paged: bool) -> bool:
+        if uses_triton(self.norm.weight):
+            # The router of a mixture of experts is torch's.
+            return self._deterministic and not any(layer.experts for layer in self.spec.layers)
+        # The one call sums each row alone, and each query's keys from the first on; behind a window
+        # the first depends on the chunk. All else on a CPU is torch's: its sums, and which numbers
+        # of a tensor it computes by vectors, depend on the number of rows.
+        windows = [layer.sliding_window for layer in self.spec.layers]
+        return (
+            self._stack is not None
+            and paged
+            and not any(windows)
+            and self.spec.logit_soft_cap is None
+            and self.lm_head.kernel is not None
+            and self.lm_head.kernel.packed is not None  # int8 by torch
+        )
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
     ) -> Tensor:
@@ -65,17 +88,32 @@ class Decoder(nn.Module):
             # In the model's dtype, as the model was trained: 55.4256 is 55.5 in bfloat16.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
         turns = {kind: rope.turns(positions, x.dtype) for kind, rope in self._ropes.items()}
-        if self._stack is not None and (paged := attention.paged) is not None:
-            x = self._stack(x, list(turns.values()), paged)
-        else:
-            for layer in self.layers:
-                x = layer(x, turns, attention)
-        logits: Tensor = self.lm_head(self.norm(x[logit_rows]))  # [R, V]
+        h = self._normed(x, turns, attention, logit_rows)
+        logits: Tensor = self.lm_head(h)  # [R, V]
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if (cap := self.spec.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def _normed(self, x: Tensor, turns: Turns, attention: Attention, logit_rows: Tensor) -> Tensor:
+        """What `lm_head` multiplies [R, hidden], of x [T, hidden] as embedded."""
+        if self._stack is not None and (paged := attention.paged) is not None:
+            x = self._stack(x, list(turns.values()), paged)
+        elif (fused := attention.fused) is not None:
+            # Each sum with a residual waits for the norm that follows it: one pass makes both.
+            y: Tensor | None = None
+            for layer in self.layers:
+                assert isinstance(layer, DecoderLayer)
+                x, y = layer.run_fused(x, y, turns, attention, fused)
+            assert y is not None
+            rows = (x[logit_rows], y[logit_rows])
+            return add_and_norm(*rows, self.norm, self.spec.residual_scale)[0]
+        else:
+            for layer in self.layers:
+                x = layer(x, turns, attention)
+        h: Tensor = self.norm(x[logit_rows])
+        return h
 
 
 class DecoderLayer(nn.Module):
@@ -112,6 +150,36 @@ class DecoderLayer(nn.Module):
         else:
             x = torch.add(x, self.mlp_out(self.mlp(h)), alpha=scale)
         return x
+
+    def run_fused(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        turns: Turns,
+        attention: Attention,
+        fused: HeadsAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of x + scale * y, without the last sum: x, and the y to add to it."""
+        scale = self._residual_scale
+        h, x = add_and_norm(x, y, self.attention_in, scale)
+        y = self.attention.run_fused(h, turns, attention, fused)
+        if self.attention_out is not None:
+            y = self.attention_out(y)
+        h, x = add_and_norm(x, y, self.mlp_in, scale)
+        y = self.mlp(h)
+        return x, y if self.mlp_out is None else self.mlp_out(y)
+
+
+def add_and_norm(
+    x: Tensor, y: Tensor | None, norm: RMSNorm | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + scale * y, and that sum."""
+    if y is None:
+        return (x if norm is None else norm(x)), x
+    if norm is None:
+        x = torch.add(x, y, alpha=scale)
+        return x, x
+    return add_rms_norm(y, x, norm.weight, norm.eps, scale)
 
 
 class SelfAttention(nn.Module):
@@ -166,6 +234,30 @@ class SelfAttention(nn.Module):
         y: Tensor = self.output(attended.reshape(x.shape[0], -1), onto, scale)
         return y
 
+    def run_fused(
+        self, x: Tensor, turns: Turns, attention: Attention, fused: HeadsAttention
+    ) -> Tensor:
+        """`forward`, with what lies between the projections and attention in one pass."""
+        spec, norms = self._spec, self.qk_norm
+        if norms is not None and not norms.is_by_head:
+            return self.forward(x, turns, attention)
+        rope, kind = self._rope, self.layer.rope
+        attended = fused.attend_heads(
+            self._index,
+            self.qkv(x).view(x.shape[0], -1, spec.head_dim),
+            HeadSteps(
+                norms=None if norms is None else (norms.q.weight, norms.k.weight),
+                eps=0.0 if norms is None else norms.q.eps,
+                turns=None if rope is None or kind is None else turns[kind],
+                half=0 if rope is None else rope.half,
+            ),
+            scale=spec.attention_scale,
+            sliding_window=self.layer.sliding_window,
+            soft_cap=spec.attention_soft_cap,
+        )
+        y: Tensor = self.output(attended.reshape(x.shape[0], -1))
+        return y
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension.
@@ -176,24 +268,29 @@ class RMSNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = weight
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class QKNorm(nn.Module):
     """Norms q and k, lying together as [T, H_q + H_kv, D]: each head, or all heads at once."""
 
-    def __init__(self, q: RMSNorm, k: RMSNorm, num_heads: int) -> None:
+    def __init__(self, q: RMSNorm, k: RMSNorm, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self._head_dim = head_dim
         self.q = q
         self.k = k
         self._num_heads = num_heads
 
+    @property
+    def is_by_head(self) -> bool:
+        return self.q.weight.shape == self.k.weight.shape == (self._head_dim,)
+
     def forward(self, qk: Tensor) -> Tensor:
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        if self.q.weight.shape[0] != qk.shape[2]:
+        if not self.is_by_head:
             q_flat, k_flat = self.q(q.flatten(1)), self.k(k.flatten(1))
             return torch.cat((q_flat, k_flat), -1).view(qk.shape)
         return torch.cat((self.q(q), self.k(k)), 1)

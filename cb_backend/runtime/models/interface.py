@@ -23,9 +23,39 @@ class ModelGeometry:
     window: int | None = None  # tokens that the widest layer reaches back; None: to the first
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSteps:
+    """What q and k go through before attention, in this order."""
+
+    norms: tuple[Tensor, Tensor] | None  # weights [D] for each head of q and of k
+    eps: float
+    turns: tuple[Tensor, Tensor] | None  # cos and sin [T, 1, D]
+    half: int  # of the rotary part
+
+
+class HeadsAttention(Protocol):
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        steps: HeadSteps,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """`Attention.attend` of heads [T, H_q + 2 H_kv, D] as they were projected."""
+        ...
+
+
 class Attention(Protocol):
     """The attention of one step. Each layer calls it exactly once, unless all of them run in one
     call on `paged`."""
+
+    @property
+    def fused(self) -> HeadsAttention | None:
+        """What norms, turns and stores heads in one pass, where that exists."""
+        ...
 
     @property
     def paged(self) -> PagedStep | None:
@@ -56,6 +86,16 @@ class CausalModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a forward pass waits for nothing and launches by its shapes alone."""
+        ...
+
+    def is_batch_invariant(self, *, paged: bool) -> bool:
+        """Whether a token's logits have the same bits whatever tokens come with it and however its
+        sequence was cut, on a deterministic attention; `paged`: one that is `Attention.paged`."""
+        ...
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor

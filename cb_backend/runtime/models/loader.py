@@ -87,11 +87,10 @@ def _load_native(
     spec = decoder_spec(model_config)
     with Checkpoint(Path(config.model)) as checkpoint:
         loader = NativeLoader(
-            checkpoint,
-            model_config,
-            spec,
+            *(checkpoint, model_config, spec),
             dtype=dtype,
             device=device,
             quantization=config.quantization,
+            deterministic=config.deterministic,
         )
         return loader.load()

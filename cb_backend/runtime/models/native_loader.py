@@ -53,13 +53,15 @@ class NativeLoader:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: Quantization,
+        quantization: Quantization = "none",
+        deterministic: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
         self._dtype = dtype
         self._device = device
         self._quantization = quantization
+        self._deterministic = deterministic
         # silu(gate) * up is part of the product; other activations are the MLP's own.
         self._gated = spec.activation == "silu"
         self._activation = None if self._gated else spec.activation
@@ -82,6 +84,7 @@ class NativeLoader:
             lm_head=lm_head,
             ropes=self._ropes,
             stack=layer_stack(spec, layers, self._ropes),
+            deterministic=self._deterministic,
         )
         if self._quantization == "int8":
             _log_int8(decoder)
@@ -94,7 +97,7 @@ class NativeLoader:
             head = self._linear(["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
             return Embedding(weight), head
         self._checkpoint.unread.discard("lm_head.weight")
-        head = self._packed(Linear(weight))
+        head = self._packed(Linear(weight, invariant=self._deterministic))
         shared = head.kernel if isinstance(head.kernel, PackedLinear) else None
         return Embedding(weight if shared is None else shared), head
 
@@ -127,7 +130,7 @@ class NativeLoader:
         if spec.head_norms or spec.width_norms:
             q_norm = self._norm(f"{prefix}.q_norm", q_width if spec.width_norms else spec.head_dim)
             k_norm = self._norm(f"{prefix}.k_norm", kv_width if spec.width_norms else spec.head_dim)
-            qk_norm = QKNorm(q_norm, k_norm, spec.num_heads)
+            qk_norm = QKNorm(q_norm, k_norm, spec.num_heads, spec.head_dim)
         return SelfAttention(
             spec,
             layer,
@@ -184,7 +187,8 @@ class NativeLoader:
         bias_tensor = None
         if bias:
             bias_tensor = self._tensor([f"{name}.bias" for name in names], (sum(widths),))
-        return self._packed(Linear(weight, bias_tensor, gated=gated))
+        linear = Linear(weight, bias_tensor, gated=gated, invariant=self._deterministic)
+        return self._packed(linear)
 
     def _packed(self, linear: Linear) -> Linear:
         if self._quantization == "int8":

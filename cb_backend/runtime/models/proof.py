@@ -30,6 +30,7 @@ class _TrialAttention:
     calls: list[int] = field(default_factory=list)
     num_computed: int = 0
     paged: None = None
+    fused: None = None
 
     def attend(
         self,

@@ -70,6 +70,13 @@ class TransformersModel:
     def dtype(self) -> torch.dtype:
         return self._dtype
 
+    @property
+    def is_capturable(self) -> bool:
+        return False  # nobody knows what it waits for
+
+    def is_batch_invariant(self, *, paged: bool) -> bool:
+        return False  # its sums are torch's
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
     ) -> Tensor:

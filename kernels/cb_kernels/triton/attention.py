@@ -12,7 +12,14 @@ from torch import Tensor
 from cb_kernels.ragged import RaggedBatch, Rows, to_device
 from cb_kernels.shared_prefix import PrefixGroup, prefix_groups
 from cb_kernels.triton.attention_kernel import _attend
-from cb_kernels.triton.attention_plan import Heads, Segment, pays, prefix_segment, segments
+from cb_kernels.triton.attention_plan import (
+    Heads,
+    Segment,
+    graph_segment,
+    pays,
+    prefix_segment,
+    segments,
+)
 from cb_kernels.triton.combine import combine
 from cb_kernels.triton.launch import chip, launch
 
@@ -83,6 +90,10 @@ def paged_attention(
 
 def layout(heads: Heads, batch: RaggedBatch, *, has_slopes: bool = False) -> Layout:
     """How the batch is laid out over launches, for all layers with such heads."""
+    if batch.max_keys is not None:
+        num_rows, is_fixed = len(batch.seq_lens), batch.deterministic
+        decoding = graph_segment(heads, num_rows, batch.max_keys, deterministic=is_fixed)
+        return Layout([(decoding, batch.rows())], None)
     rows = range(len(batch.seq_lens))
     num_queries = [batch.num_queries(row) for row in rows]
     launches = segments(heads, num_queries, batch.seq_lens, deterministic=batch.deterministic)

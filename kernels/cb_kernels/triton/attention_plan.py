@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,8 @@ _LEAST_KEYS_OF_A_PART = 256
 # Of a batch that must be deterministic: the same for all rows, so that a row's parts do not depend
 # on the rest of the batch.
 _KEYS_OF_A_FIXED_PART = 1024
+# Parts of all rows that a launch makes room for when it does not know which of them there will be.
+_MOST_FIXED_PARTS = 1024
 # A row of one query walks its keys alone when it shares a launch with chunks. Past this many it
 # would still be walking when they are done, so it gets a launch where its keys are cut.
 _LONG_FOR_ONE_PROGRAM = 4096
@@ -98,6 +100,18 @@ def decode_segment(heads: Heads, num_rows: int, max_keys: int, *, parts: int) ->
     min_tiles = _LEAST_KEYS_OF_A_PART // config["BLOCK_N"]
     most = math.ceil(_seen(heads, max_keys) / (min_tiles * config["BLOCK_N"]))
     return Segment(0, num_rows, config, min(parts, most), 0, min_tiles)
+
+
+def graph_segment(heads: Heads, num_rows: int, max_keys: int, *, deterministic: bool) -> Segment:
+    """The same with as many parts as the processors want of rows that are all long."""
+    if not deterministic:
+        programs = _PROGRAMS_PER_PROCESSOR * heads.chip.num_processors
+        parts = max(1, programs // (num_rows * heads.num_kv_heads))
+        return decode_segment(heads, num_rows, max_keys, parts=parts)
+    segment = _segment(heads, 0, [1] * num_rows, [max_keys] * num_rows, True)
+    # A program that walks all parts gets the same bits as one for each.
+    too_many = num_rows * segment.num_parts > _MOST_FIXED_PARTS
+    return replace(segment, num_parts=1) if too_many else segment
 
 
 def prefix_segment(heads: Heads, groups: Sequence[PrefixGroup]) -> Segment:

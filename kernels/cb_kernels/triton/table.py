@@ -28,6 +28,16 @@ def _attend(
     }
 
 
+def _multiply(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> Options:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
 # One program takes a whole row, of up to WIDEST elements; narrow rows share a program.
 WIDEST = 16384
 _ROW_KERNEL: Rows = {
@@ -73,6 +83,16 @@ _COMBINE: Rows = {
     "in order": {ANY: {"ROWS": 16, "PARTS": 1, "num_warps": 4, "num_stages": 1}},
 }
 
+# Of linear layers whose tiles are the same for one row and for thousands. Narrow ones: a decoding
+# step has few tiles of rows, so those of the weight must be many to keep all processors reading.
+_LINEAR: Rows = {
+    "half": {
+        ANY: _multiply(64, 64, 64, 4, 4),
+        "gfx942": _multiply(64, 64, 64, 4, 2),
+    },
+    "float32": {ANY: _multiply(32, 32, 32, 4, 2)},  # products without tensor cores
+}
+
 TABLE: dict[str, Rows] = {
     "attend": _ATTEND,
     "combine": _COMBINE,
@@ -102,6 +122,7 @@ TABLE: dict[str, Rows] = {
     },
     "edit_logits": {"any": {ANY: {"BLOCK": 2048, "num_warps": 8, "num_stages": 1}}},
     "sample": {"any": {ANY: {"BLOCK": 2048, "PIVOTS": 4, "num_warps": 16, "num_stages": 1}}},
+    "linear": _LINEAR,
     "copy_blocks": {"any": {ANY: {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}}},
 }
 

@@ -20,6 +20,7 @@ from cb_kernels import (
     edit_logits,
     gather_blocks,
     gelu_and_mul,
+    invariant_linear,
     rms_norm,
     rope,
     sample,
@@ -156,6 +157,21 @@ def _activation_cases() -> list[Case]:
     ]
 
 
+def _linear_cases() -> list[Case]:
+    def multiply(width: int, depth: int, dtype: torch.dtype, bias: bool) -> None:
+        weight = tensor(width, depth, dtype=dtype)
+        added = tensor(width, dtype=dtype) if bias else None
+        invariant_linear(tensor(64, depth, dtype=dtype), weight, added)
+
+    half, single = torch.bfloat16, torch.float32
+    return [
+        Case("linear", partial(multiply, 6144, 4096, half, False), wide=True, wgmma=True),
+        Case("linear bias", partial(multiply, 4608, 3584, half, True), wgmma=True),
+        Case("linear odd width", partial(multiply, 50257, 576, half, False), wide=True, wgmma=True),
+        Case("linear float32", partial(multiply, 6144, 4096, single, False), wide=True),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Heads:
     """Llama-3-8B's heads, unless said otherwise."""
@@ -249,6 +265,7 @@ def _sampling_cases() -> list[Case]:
 CASES = [
     *_norm_cases(),
     *_activation_cases(),
+    *_linear_cases(),
     *_heads_cases(),
     *_block_cases(),
     *_attention_cases(),

@@ -19,6 +19,7 @@ from cb_backend.runtime.models.loader import load_model
 from tests.models import TinyModel
 
 BLOCK_SIZE = 16
+_TWO_LAYERS = {"num_hidden_layers": 2}
 PROMPTS = ([3, 5, 7, 11, 13] * 8, [2, 4, 6], [17] * 21)
 
 # (sequence, computed before, computed after) of each row of a step.
@@ -58,8 +59,26 @@ def _step(
     return model.forward(tokens, positions, attention, torch.arange(len(tokens)))
 
 
-def test_logits_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    TinyModel("llama", "llama", {"num_hidden_layers": 2}).save(tmp_path)
+# What may stand between two products: biases, norms of heads, norms after, none before, scales.
+MODELS = (
+    TinyModel("llama", "llama", _TWO_LAYERS | {"attention_bias": True}),
+    TinyModel("qwen3", "qwen3", _TWO_LAYERS | {"head_dim": 16}),
+    TinyModel(
+        "gemma2",
+        "gemma2",
+        _TWO_LAYERS | {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9},
+    ),
+    TinyModel("olmo2", "olmo2", _TWO_LAYERS),
+    TinyModel("smollm3", "smollm3", _TWO_LAYERS | {"no_rope_layers": [1, 0]}),
+    TinyModel("granite", "granite", _TWO_LAYERS | {"residual_multiplier": 0.7}),
+)
+
+
+@pytest.mark.parametrize("tiny", MODELS, ids=str)
+def test_logits_are_those_of_torch(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(tmp_path)
     config = EngineConfig(
         model=str(tmp_path), dtype="float32", device="cpu", implementation="native"
     )

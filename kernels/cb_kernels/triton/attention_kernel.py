@@ -104,7 +104,7 @@ def _attend(
     v_cache = (v_ptr + kv_head.to(tl.int64) * v_head_stride, v_block_stride, v_slot_stride)
     table_ptr += row.to(tl.int64) * table_stride
     queries = (q, last_key, scale)
-    keys = (k_cache, v_cache, table_ptr, limits[1] + 1)
+    keys = (k_cache, v_cache, table_ptr, _seen_keys(limits, window))
     sums = nothing(BLOCK_M, D_PAD)
     if sinks_ptr is not None and num_parts == 1:  # else `combine` counts them, once
         sink = tl.load(sinks_ptr + head, mask=is_real, other=0.0).to(tl.float32) * LOG2E
@@ -169,6 +169,15 @@ def _limits(num_keys, num_queries, first_query, block_q: tl.constexpr, CAUSAL: t
         near = num_keys - num_queries + first_query
         far = tl.minimum(near + block_q, num_keys) - 1
     return near, far
+
+
+@triton.jit
+def _seen_keys(limits, window):
+    """The first key that a query of the block sees, and the end of the last."""
+    first = 0
+    if window is not None:
+        first = tl.maximum(limits[0] - window + 1, 0)
+    return first, limits[1] + 1
 
 
 @triton.jit

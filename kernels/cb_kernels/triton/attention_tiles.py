@@ -36,14 +36,14 @@ def attend_tiles(
     BLOCK_N: tl.constexpr = SHAPE[3]
     acc, top, total = sums
     q, last_key, scale = queries
-    k_cache, v_cache, table_ptr, num_keys = keys
+    k_cache, v_cache, table_ptr, seen = keys
     # Block ids are read a tile ahead. Then K and V wait for no load of their own iteration, and
     # the compiler gives each stage of its pipeline a buffer.
-    pages = _pages(table_ptr, first, num_keys, PAGE, BLOCK_N)
+    pages = _pages(table_ptr, first, seen[1], PAGE, BLOCK_N)
     for tile in tl.range(first, last):
-        k = _load_tile(k_cache, pages, tile, num_keys, SHAPE, MASKED)
-        v = _load_tile(v_cache, pages, tile, num_keys, SHAPE, MASKED)
-        pages = _pages(table_ptr, tile + 1, num_keys, PAGE, BLOCK_N)
+        k = _load_tile(k_cache, pages, tile, seen, window, SHAPE, MASKED)
+        v = _load_tile(v_cache, pages, tile, seen, window, SHAPE, MASKED)
+        pages = _pages(table_ptr, tile + 1, seen[1], PAGE, BLOCK_N)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=SHAPE[4]) * scale
         if soft_cap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), right where exp overflows too. x = score / cap.
@@ -82,12 +82,13 @@ def _load_tile(
     cache,
     pages,
     tile,
-    num_keys,
+    seen,
+    window,
     SHAPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """K or V of a tile, [BLOCK_N, D_PAD]. Zero past the keys: a weight of zero times whatever lies
-    there must be zero."""
+    """K or V of a tile, [BLOCK_N, D_PAD]. Zero where no query sees a key: past a row's keys and
+    before its window lies what others wrote, and a weight of zero times that must be zero."""
     D: tl.constexpr = SHAPE[0]
     D_PAD: tl.constexpr = SHAPE[1]
     PAGE: tl.constexpr = SHAPE[2]
@@ -102,10 +103,13 @@ def _load_tile(
     else:
         slots = pages.to(tl.int64) * block_stride + (key % PAGE) * slot_stride
         pointers = cache_ptr + slots[:, None] + dim
+    is_seen = key[:, None] < seen[1]
+    if window is not None:
+        is_seen &= key[:, None] >= seen[0]
     if MASKED and D < D_PAD:
-        return tl.load(pointers, mask=(key[:, None] < num_keys) & (dim < D), other=0.0)
+        return tl.load(pointers, mask=is_seen & (dim < D), other=0.0)
     elif MASKED:
-        return tl.load(pointers, mask=key[:, None] < num_keys, other=0.0)
+        return tl.load(pointers, mask=is_seen, other=0.0)
     elif D < D_PAD:
         return tl.load(pointers, mask=dim < D, other=0.0)
     else:

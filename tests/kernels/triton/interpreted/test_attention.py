@@ -147,6 +147,21 @@ def test_what_lies_past_a_row_may_be_no_number(block_size: int) -> None:
     _assert_within(_attend(inputs, case), expected)
 
 
+@pytest.mark.parametrize("window", [1, 40, 70])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_what_lies_before_the_window_may_be_no_number(block_size: int, window: int) -> None:
+    """Blocks there are given up, and a tile that the window cuts still reaches into them."""
+    case = Case("nan", ((1, 300), (20, 200)), 2, 1, 64, block_size, sliding_window=window)
+    inputs = make_inputs(case, torch.bfloat16)
+    expected = _expected(inputs, case)
+    for row, (queries, keys) in enumerate(case.rows):
+        for key in range(keys - queries + 1 - window):
+            block = inputs.batch.block_table[row, key // block_size]
+            inputs.k_cache[block, key % block_size] = torch.nan
+            inputs.v_cache[block, key % block_size] = torch.nan
+    _assert_within(_attend(inputs, case), expected)
+
+
 def _rows(case: Case, inputs: Inputs, padding: int) -> Rows:
     """The rows of decoding requests, and after them some without queries or keys."""
     batch, pad = inputs.batch, [0] * padding

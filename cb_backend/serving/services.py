@@ -36,6 +36,9 @@ from cb_backend.serving.text_codec import TextCodec
 
 # Seconds until a first byte; BentoML keeps a timer of this length for every request it served.
 _TRAFFIC = {"timeout": 300}
+# A span for each piece of a stream takes 6% of the tokens a second, exported or not. Whoever wants
+# them sets another `excluded_urls` for these services in BENTOML_CONFIG, which comes first.
+_TRACING = {"excluded_urls": ["/v1/", "/internal/"]}
 
 
 def _settings() -> tuple[EngineConfig, ModelSource]:
@@ -54,7 +57,9 @@ _METRICS = EngineMetrics()
 
 
 # Its requests are the gateways' own, a health question each second among them.
-@bentoml.service(workers=1, traffic=_TRAFFIC, logging={"access": {"enabled": False}})
+@bentoml.service(
+    workers=1, traffic=_TRAFFIC, tracing=_TRACING, logging={"access": {"enabled": False}}
+)
 @bentoml.asgi_app(_RUNNER_ROUTES.application())
 class EngineRunner:
     """One engine on one device. Other services reach it through `engine_client_for`."""
@@ -101,7 +106,7 @@ class EngineRunner:
         await asyncio.to_thread(self.engine.close)
 
 
-@bentoml.service(traffic=_TRAFFIC)
+@bentoml.service(traffic=_TRAFFIC, tracing=_TRACING)
 @bentoml.asgi_app(_GATEWAY.application())
 class LLMService:
     """OpenAI's routes in front of the runner's engine."""

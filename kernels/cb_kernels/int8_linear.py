@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cb_kernels.cpu.library import kernels
 from cb_kernels.int8 import linear_int8, quantize_weight
+from cb_kernels.shapes import check_bias, check_onto
 
 
 class Int8Linear:
@@ -19,6 +20,7 @@ class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
         if weight.device.type != "cpu":
             raise ValueError(f"int8 weights are for the CPU, got one on {weight.device}")
+        check_bias(bias, weight)
         self.width, self.depth = weight.shape
         self.gated = gated
         self.bias = bias
@@ -37,11 +39,12 @@ class Int8Linear:
 
     def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
-        to silu(gate) * up [..., N / 2]. Raises ValueError on another K or dtype."""
+        to silu(gate) * up [..., N / 2]. Raises ValueError on another K or dtype, of `onto` too."""
         if x.shape[-1] != self.depth or x.dtype != self._dtype:
             raise ValueError(
                 f"x must be {self._dtype} [..., {self.depth}], got {x.dtype} {tuple(x.shape)}"
             )
+        check_onto(onto, x, self.width, gated=self.gated)
         rows = x.reshape(-1, self.depth)
         flat = None if onto is None else onto.reshape(-1, onto.shape[-1])
         if self.packed is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cb_kernels.cpu.library import kernels
+from cb_kernels.shapes import check_bias, check_onto
 
 
 class PackedLinear:
@@ -22,11 +23,12 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:
-        to silu(gate) * up [..., N / 2]. Raises ValueError on another K or dtype."""
+        to silu(gate) * up [..., N / 2]. Raises ValueError on another K or dtype, of `onto` too."""
         if x.shape[-1] != self.depth or x.dtype != torch.bfloat16:
             raise ValueError(
                 f"x must be bfloat16 [..., {self.depth}], got {x.dtype} {tuple(x.shape)}"
             )
+        check_onto(onto, x, self.width, gated=self.gated)
         c = kernels()
         assert c is not None
         rows = x.reshape(-1, x.shape[-1])
@@ -56,7 +58,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLi
     """A weight [N, K], copied into the kernel's layout; None where there is no kernel for it.
 
     `gated`: its rows are those of gate, then those of up, and the product is silu(gate) * up.
+    Raises ValueError for a bias that does not fit.
     """
+    check_bias(bias, weight)
     c = kernels() if weight.device.type == "cpu" else None
     if c is None or not c.takes_linear(weight, gated=gated):
         return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cb_backend.errors import ModelError
 from cb_backend.runtime.models.rope import LENGTH_DEPENDENT, rope_parameters
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class DecoderSpec:
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """Raises NotCoveredError with the reason."""
+    """Raises NotCoveredError with the reason, and ModelError for what no implementation can run."""
     family = _FAMILIES.get(config.model_type)
     if family is None:
         raise NotCoveredError(f"model_type {config.model_type!r} is not one of its families")
@@ -122,12 +123,19 @@ def _common(config: ModelConfig) -> DecoderSpec:
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     bias = bool(getattr(config, "attention_bias", False))
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if not num_kv_heads or num_heads % num_kv_heads:
+        raise ModelError(
+            f"its config has {num_kv_heads} KV heads, which {num_heads} query heads cannot share"
+            " evenly",
+            field="model",
+        )
     return DecoderSpec(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_context=max_context(config),
         norm_eps=config.rms_norm_eps,
@@ -147,20 +155,21 @@ def _llama(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
 
 def _mistral(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
     layer = LayerSpec(sliding_window=config.sliding_window)
-    return replace(common, layers=(layer,) * config.num_hidden_layers)
+    spec = replace(common, layers=(layer,) * config.num_hidden_layers)
+    return replace(spec, qkv_bias=False, output_bias=False, mlp_bias=False)
 
 
 def _qwen2(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
-    return replace(_typed_layers(config, common), qkv_bias=True, output_bias=False)
+    spec = _typed_layers(config, common)
+    return replace(spec, qkv_bias=True, output_bias=False, mlp_bias=False)
 
 
 def _qwen3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
-    return replace(_typed_layers(config, common), head_norms=True)
+    return replace(_typed_layers(config, common), head_norms=True, mlp_bias=False)
 
 
 def _phi3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
-    spec = replace(_mistral(config, common), fused_weights=True)
-    return replace(spec, qkv_bias=False, output_bias=False, mlp_bias=False)
+    return replace(_mistral(config, common), fused_weights=True)
 
 
 def _gemma(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
@@ -251,7 +260,7 @@ def _qwen3_moe(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
         LayerSpec(sliding_window=config.sliding_window, experts=experts if is_sparse else None)
         for is_sparse in sparse
     )
-    return replace(common, layers=tuple(layers), head_norms=True)
+    return replace(common, layers=tuple(layers), head_norms=True, mlp_bias=False)
 
 
 def _typed_layers(config: ModelConfig, spec: DecoderSpec) -> DecoderSpec:

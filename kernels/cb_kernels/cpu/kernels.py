@@ -213,7 +213,7 @@ class Kernels:
         """x [M, K] to [M, N] of `width` N, times `scale` and added onto [M, N] if that is given;
         gated: to silu(gate) * up [M, N / 2]."""
         if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4:  # pairs are read as dwords
-            x = x.contiguous()
+            x = x.clone(memory_format=torch.contiguous_format)
         onto = None if onto is None else onto.contiguous()
         y = torch.empty(x.shape[0], width // 2 if gated else width, dtype=x.dtype)
         self.library.cb_linear(

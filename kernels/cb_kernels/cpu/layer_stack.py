@@ -215,6 +215,8 @@ def _obstacle(layers: Sequence[LayerWeights], shape: StackShape) -> str:
     """Why the library does not take these; empty when it does."""
     c = kernels()
     group = shape.heads // shape.kv_heads
+    if shape.heads % shape.kv_heads:
+        return f"{shape.heads} query heads cannot share {shape.kv_heads} KV heads evenly"
     if c is None or not c.takes_paired(torch.bfloat16, _LANES, shape.dim, group):
         return "there are no kernels for their heads"
     if shape.half % _LANES and any(layer.turns is not None for layer in layers):

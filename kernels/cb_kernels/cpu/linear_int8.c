@@ -82,7 +82,9 @@ INLINE void round_group(const void *x, int64_t index, int64_t num, int bf16, int
     __m512 inverse = _mm512_set1_ps(most > SMALLEST ? 127.0f / most : 0.0f);
     __m512i total = _mm512_setzero_si512();
     for (int i = 0; i < GROUP / LANES; i++) {
-        __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(x_of[i], inverse));
+        __m512 steps = _mm512_mul_ps(x_of[i], inverse);
+        /* NaN counts as 0: it would convert to the smallest integer, and two of these overflow. */
+        __m512i q = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q), steps);
         total = _mm512_add_epi32(total, q);
         _mm_storeu_si128((__m128i *)(values + i * LANES), _mm512_cvtsepi32_epi8(q));
     }

@@ -96,12 +96,11 @@ INLINE float max_of(vf x) {
 #endif
 }
 
-/* 2^x to 1e-7; 0 below -126, so for minus infinity too; NaN stays NaN. */
+/* 2^x to 1e-7; 0 below -126 and infinity above 127, so for the infinities too; NaN stays NaN. */
 INLINE vf exp2_of(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    vf bounded = choose(x > 127.0f, splat(127.0f), x);
-    vf shifted = bounded + magic;
-    vf f = bounded - (shifted - magic);
+    vf shifted = x + magic;
+    vf f = x - (shifted - magic);
     vf p = splat(1.5252734e-5f);
     p = p * f + 1.5403530e-4f;
     p = p * f + 1.3333558e-3f;
@@ -112,7 +111,8 @@ INLINE vf exp2_of(vf x) {
     p = p * f + 1.0f;
     /* The integer sits in the low bits of `shifted` and goes to the exponent of p in [0.7, 1.5]. */
     vf scaled = (vf)((vi)p + ((vi)shifted << 23));
-    return choose(x != x, x, choose(x < -126.0f, (vf){}, scaled));
+    scaled = choose(x < -126.0f, (vf){}, choose(x > 127.0f, splat(INFINITY), scaled));
+    return choose(x != x, x, scaled);
 }
 
 /* The same for x up to 0 to 3e-5, which is enough for what is rounded to bfloat16; NaN stays NaN. */

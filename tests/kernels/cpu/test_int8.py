@@ -131,6 +131,13 @@ def test_it_refuses_what_it_would_read_as_something_else() -> None:
     for wrong in (torch.zeros(2, 8), torch.zeros(2, 6, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"x must be torch.float32 \[\.\.\., 6\]"):
             linear(wrong)
+    x = torch.zeros(2, 6)
+    for wrong in (torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(1, 16), torch.zeros(2, 15)):
+        with pytest.raises(ValueError, match="cannot be added onto"):
+            linear(x, wrong)
+    for wrong in (torch.zeros(16, dtype=torch.bfloat16), torch.zeros(15)):
+        with pytest.raises(ValueError, match="bias"):
+            Int8Linear(torch.zeros(16, 6), wrong, gated=False)
 
 
 def test_without_the_library_torch_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

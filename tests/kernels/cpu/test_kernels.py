@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,31 @@ def test_linears_agree_with_torch(c: Kernels, width: int, depth: int, rows: int)
         torch.testing.assert_close(actual, F.silu(gate) * up, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("gate", [-3e38, -1e37, -100.0, 0.0, 90.0, -torch.inf, torch.nan], ids=str)
+def test_the_gate_of_a_linear_takes_any_number(c: Kernels, gate: float) -> None:
+    if not c.has_linear:
+        pytest.skip("no bfloat16 products in this processor")
+    weight = torch.zeros(64, 16, dtype=torch.bfloat16)
+    weight[:32, 0], weight[32:, 1] = 1.0, 1.0
+    x = torch.tensor([[gate, 1.0] + [0.0] * 14], dtype=torch.bfloat16)
+    actual = c.linear(x, c.pack(weight, gated=True), None, 64, gated=True)
+    expected = F.silu(x[:, :1].float()).expand(1, 32)
+    torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=1e-2, equal_nan=True)
+
+
+def test_a_linear_reads_whole_dwords_wherever_x_begins(
+    c: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not c.has_linear:
+        pytest.skip("no bfloat16 products in this processor")
+    packed = c.pack(torch.zeros(16, 6, dtype=torch.bfloat16), gated=False)
+    begins: list[int] = []
+    library = SimpleNamespace(cb_linear=lambda x, *others: begins.append(x))
+    monkeypatch.setattr(c, "library", library)
+    c.linear(torch.zeros(13, dtype=torch.bfloat16)[1:].view(2, 6), packed, None, 16, gated=False)
+    assert begins[0] % 4 == 0
+
+
 def test_a_packed_weight_refuses_what_it_would_read_as_something_else(c: Kernels) -> None:
     if not c.has_linear:
         pytest.skip("no bfloat16 products in this processor")
@@ -172,3 +198,10 @@ def test_a_packed_weight_refuses_what_it_would_read_as_something_else(c: Kernels
     for wrong in (torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 6)):
         with pytest.raises(ValueError, match=r"x must be bfloat16 \[\.\.\., 6\]"):
             packed(wrong)
+    x = torch.zeros(2, 6, dtype=torch.bfloat16)
+    for wrong in (torch.zeros(2, 16), x.new_zeros(1, 16), x.new_zeros(2, 15)):
+        with pytest.raises(ValueError, match="cannot be added onto"):
+            packed(x, wrong)
+    for wrong in (torch.zeros(16), x.new_zeros(15)):
+        with pytest.raises(ValueError, match="bias"):
+            pack_linear(x.new_zeros(16, 6), wrong, gated=False)

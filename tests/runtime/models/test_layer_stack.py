@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cb_kernels import LayerStack, PagedStep, RaggedBatch, StackShape, can_pair, paired_views
+from cb_kernels import (
+    LayerStack,
+    PackedLinear,
+    PagedStep,
+    RaggedBatch,
+    StackShape,
+    can_pair,
+    pack_linear,
+    paired_views,
+)
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -107,6 +117,18 @@ def test_a_stack_refuses_what_the_library_would_misread(tmp_path: Path) -> None:
         shape = StackShape(heads=heads, kv_heads=kv_heads, dim=dim, soft_cap=None, **facts)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="cannot be run in one call"):
             LayerStack(stack._weights, shape)
+    for heads, kv_heads in ((6, 4), (2, 6)):  # of weights that would fit
+        shape = StackShape(heads=heads, kv_heads=kv_heads, dim=32, soft_cap=None, **facts)  # type: ignore[arg-type]
+        qkv, output = ((heads + 2 * kv_heads) * 32, 48), (48, heads * 32)
+        first = dataclasses.replace(stack._weights[0], qkv=_packed(*qkv), output=_packed(*output))
+        with pytest.raises(ValueError, match="cannot share"):
+            LayerStack([first], shape)
+
+
+def _packed(width: int, depth: int) -> PackedLinear:
+    packed = pack_linear(torch.zeros(width, depth, dtype=torch.bfloat16), None, gated=False)
+    assert packed is not None
+    return packed
 
 
 def test_a_stack_refuses_a_step_that_the_library_would_misread(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ModelError
 from cb_backend.runtime.device import choose_device, choose_dtype
 from cb_backend.runtime.models.loader import load_model
-from tests.models import FALLBACK, LLAMA, REFUSED, VOCAB_SIZE, TinyModel
+from tests.models import FALLBACK, LLAMA, NATIVE, REFUSED, VOCAB_SIZE, TinyModel
 
 CPU = torch.device("cpu")
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -95,6 +96,26 @@ def test_weights_the_decoder_would_ignore_send_the_model_to_transformers(tmp_pat
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"no place for 1 weights: .*q_proj\.bias"):
         _load(tmp_path, implementation="native")
+
+
+@pytest.mark.parametrize("heads", [(6, 4), (2, 4)], ids=str)
+def test_heads_that_cannot_share_the_kv_heads_are_refused(
+    tmp_path: Path, heads: tuple[int, int]
+) -> None:
+    """The kernels in C would leave out the query heads that remain, or divide by zero."""
+    changes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 32}
+    TinyModel("uneven", "llama", changes | {"intermediate_size": 96}).save(tmp_path)
+    with pytest.raises(ModelError, match=f"{heads[1]} KV heads, which {heads[0]} query heads"):
+        _load(tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("tiny", NATIVE, ids=str)
+def test_a_bias_in_a_config_whose_family_has_none_is_not_asked_for(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    stated = {"attention_bias": True, "mlp_bias": True}
+    dataclasses.replace(tiny, changes=tiny.changes | stated).save(tmp_path)
+    _load(tmp_path, implementation="native")
 
 
 @pytest.mark.parametrize("value", ["many", None, -1, [2]])

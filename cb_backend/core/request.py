@@ -55,7 +55,7 @@ class Request:
     tenant: str = ""
     deadline: float = math.inf  # seconds, the engine's clock: when the whole answer must be there
     fork_of: str | None = None  # the request whose prompt this one shares
-    pin_s: float = 0.0  # seconds for which its prompt's blocks are kept once computed
+    pin_s: float = 0.0  # seconds to keep its prompt's blocks once computed; 0 when that is done
 
     sequence: int = 0  # place in the order of arrival, given by the scheduler
     status: RequestStatus = RequestStatus.WAITING

@@ -111,8 +111,9 @@ class Scheduler:
                 # Without what a step behind this one computes.
                 self.blocks.index_full(request, num_computed + num_new)
             if samples:
-                if request.pin_s and request.num_output_tokens == 0:
+                if request.pin_s:  # at the first token that finds its blocks here
                     self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
+                    request.pin_s = 0.0
                 token_ids, reason = request.append_output(sampled[request_id])
                 if forks:
                     self.roster.queue_forks_of(request)  # its prompt is computed now

@@ -155,7 +155,8 @@ class Engine:
         ended = self.clock()
         started = max(step.began, self._last_ended)  # the device takes one step after the other
         self._last_ended, seconds = ended, ended - started
-        if step.plan.rows:
+        # A failure behind another one takes no time, and would tell of a device without end.
+        if step.plan.rows and not (self._runs_ahead and isinstance(result, ErrorInfo)):
             self.rates.observe(step.plan.num_tokens, seconds)
         events = self._update(step.plan, result, ended, seconds)
         self.recorder.record_step(

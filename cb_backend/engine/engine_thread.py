@@ -174,8 +174,9 @@ class EngineThread:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_AROUND_INTERVAL_S
-        self._publish(engine, engine.collect())
-        mind_neighbours(engine)
+        if engine.config.min_free_gib is not None:
+            self._publish(engine, engine.collect())  # no pool is resized under a step in flight
+            mind_neighbours(engine)
         if not engine.has_work:
             engine.check()
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cb_backend.config import Quantization
 from cb_backend.runtime.kv_cache import KVCache
 
 _FORMAT = "cb_backend KV blocks 1"
@@ -24,8 +23,8 @@ _DIGEST_BYTES = 32
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weights file
 
 
-def fingerprint(folder: Path, cache: KVCache, quantization: Quantization) -> str:
-    """Of model, weights, how they are rounded, and layout.
+def fingerprint(folder: Path, cache: KVCache, way: str) -> str:
+    """Of model, weights, layout, and the way in which K and V are computed: others round otherwise.
 
     Reads samples of the weights: all of them would take minutes. A fine-tuned model differs nearly
     everywhere, so 64 samples of 4 KiB tell it apart.
@@ -33,7 +32,7 @@ def fingerprint(folder: Path, cache: KVCache, quantization: Quantization) -> str
     shape = list(cache.pool.shape)
     shape[cache.block_dim] = -1
     layout = f"{shape} {cache.pool.dtype} {'paired' if cache.is_paired else 'plain'}"
-    digest = hashlib.sha256(f"{_FORMAT} {layout} {quantization}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {layout} {way}".encode())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

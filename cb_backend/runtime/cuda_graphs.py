@@ -100,8 +100,12 @@ class DecodeGraphs:
 
     def _graph(self, size: int) -> tuple[Callable[[], object], Tensor]:
         if size not in self._graphs:
-            # Capturing runs it, on whatever the step before has left: let that write nothing.
+            # Capturing runs it, on whatever the step before has left: let that write nothing, and
+            # read no block that a smaller pool has no more.
+            assert self._step.rows is not None
             self._step.slot_mapping.fill_(_NO_SLOT)
+            self._step.rows.seq_lens.fill_(1)
+            self._step.rows.block_table.zero_()
             step = _first(self._step, size)
             self._graphs[size] = self._maker.capture(lambda: self._forward(step))
         return self._graphs[size]

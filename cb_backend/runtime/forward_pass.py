@@ -61,6 +61,11 @@ class ForwardPass:
         )
         self._graphs.capture_all()
 
+    def close(self) -> None:
+        """Let go of the graphs, and they of the model and the cache."""
+        self.forget_graphs()
+        self._graphs = None
+
     def forget_graphs(self) -> None:
         """Before the cache moves."""
         if self._graphs is not None:
@@ -83,11 +88,11 @@ class ForwardPass:
         if not self._by_token:
             return self._run(step)
         # Their ids from the step itself: what the one before it has sampled is only there.
-        each = [
-            replace(self._stage(one), token_ids=step.token_ids[token : token + 1])
-            for token, one in enumerate(one_by_one(step.inputs))
-        ]
-        return torch.cat([self._run(one) for one in each])
+        logits = []
+        for token, one in enumerate(one_by_one(step.inputs)):
+            ids = step.token_ids[token : token + 1]
+            logits.append(self._run(replace(self._stage(one), token_ids=ids)))
+        return torch.cat(logits)
 
     def _stage(self, inputs: StepInputs, *, for_graph: bool = False) -> StagedStep:
         return stage(inputs, self._streams, for_triton=self._for_triton, for_graph=for_graph)

@@ -57,7 +57,7 @@ class KVCache:
         heads_outside = device.type == "cpu"
         heads, blocks = (geometry.num_kv_heads,), (num_blocks, block_size)
         shape = (*heads, *blocks) if heads_outside else (*blocks, *heads)
-        # Not zeroed: a block is cleared when it gets an owner, and memory is taken as it is used.
+        # Not zeroed: memory is taken as it is used, and see `clear`.
         self.pool = torch.empty(
             (geometry.num_layers, 2, *shape, geometry.head_dim), dtype=dtype, device=device
         )
@@ -85,7 +85,8 @@ class KVCache:
         """Zero blocks before their new owner writes them.
 
         Masked positions still meet a weight of zero, and zero times an earlier owner's NaN is NaN;
-        not so in a paired cache, whose kernels read no slot that its row has not written.
+        not so where the kernels read no slot that its row has not written, those in C of a paired
+        cache and those in Triton.
         """
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
         self.pool.index_fill_(self.block_dim, index, 0)

@@ -58,6 +58,8 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # of this thread: graphs are captured where it stands
     with torch.inference_mode():
         model, implementation = load_model(config, device)
         give_back_free_memory()
@@ -82,7 +84,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._folder = Path(config.model)
-        self._quantization = config.quantization
+        self._way = f"{info.implementation} {config.quantization} {config.deterministic}"
         self._info = info
         self._device = device
         self._cache = KVCache(
@@ -194,12 +196,13 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
+        self._forward_pass.close()
         del self._model, self._cache, self._copier, self._forward_pass, self._batch, self._sampled
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _fingerprint(self) -> str:
-        return fingerprint(self._folder, self._cache, self._quantization)
+        return fingerprint(self._folder, self._cache, self._way)
 
     def _forward(self, step: StagedStep) -> Tensor:
         return self._forward_pass.logits(step)

@@ -179,3 +179,17 @@ def test_results_out_of_order_are_an_error() -> None:
     plans = [driver.launch() for _ in range(2)]
     with pytest.raises(InternalError, match="step 2 lands before step 1"):
         driver.scheduler.fail(plans[1], ErrorInfo("request_failed", "boom"), now=0.0)
+
+
+def test_a_prompt_whose_first_token_arrives_after_a_preemption_is_pinned_all_the_same() -> None:
+    driver = AheadDriver(make_limits(num_blocks=5))
+    driver.add(make_request("first", range(8), max_tokens=4))
+    driver.add(make_request("kept", range(50, 58), max_tokens=3, pin_s=1000.0))
+    driver.launch()
+    driver.launch()  # no block is left for its second token
+    assert driver.scheduler.planner.num_preemptions == 1
+    driver.land()
+    assert len(driver.output["kept"]) == 1
+    driver.run()
+    assert driver.output["kept"] == solo_output(range(50, 58), 3, next_by_hashing)
+    assert driver.scheduler.blocks.pool.num_in_use == 2

@@ -211,6 +211,8 @@ def test_metrics_tell_what_happened(server: ServingProcess) -> None:
         "cb_prompt_tokens_total",
         "cb_time_to_first_token_seconds_count",
     )
+    # Copied together with the counts: what the test before has asked for is in them then.
+    server.wait_until(lambda: server.metric("cb_requests_running") == 0)
     before = {name: server.metric(name) for name in names}
     usage = server.http.post(COMPLETIONS, json=endless(max_tokens=num_tokens)).json()["usage"]
     assert usage["completion_tokens"] == num_tokens

@@ -8,6 +8,8 @@ import torch
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import ModelGeometry
+from tests.models import TinyModel
+from tests.runtime.driving import load_runner
 
 GEOMETRY = ModelGeometry(
     num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=9, max_context=99
@@ -95,3 +97,16 @@ def test_the_fingerprint_knows_model_weights_rounding_and_layout(folder: Path) -
     (folder / "config.json").write_text('{"rope_theta": 1}')
     others.add(fingerprint(folder, cache_of(), "none"))
     assert len(others - {same}) == 5
+
+
+def test_blocks_of_another_way_to_compute_them_are_not_taken(tmp_path: Path) -> None:
+    """A deterministic engine promises the bits of its own, and float32 has no others to tell."""
+    folder = TinyModel("llama", "llama").save(tmp_path)
+    ways: list[dict[str, object]] = [
+        {},
+        {"deterministic": True},
+        {"implementation": "transformers"},
+        {"quantization": "int8"},
+    ]
+    keys = {load_runner(folder, **way)._fingerprint() for way in ways}
+    assert len(keys) == len(ways)

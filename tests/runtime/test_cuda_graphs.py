@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from cb_backend.core.step_io import PoolResize
 from cb_backend.runtime.cuda_graphs import bucket_sizes
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.decoder import Decoder
+from cb_backend.runtime.staging import StagedStep
 from tests.models import FALLBACK, NATIVE, TinyModel
 from tests.runtime.driving import Driver, Running, load_runner, prompt_of
 from tests.runtime.fake_graphs import FakeMaker
@@ -154,3 +157,40 @@ def test_sizes_go_up_to_the_most_requests() -> None:
     assert bucket_sizes(3) == [1, 2, 3]
     assert bucket_sizes(8) == [1, 2, 4, 8]
     assert bucket_sizes(30) == [1, 2, 4, 8, 16, 24, 30]
+
+
+def test_graphs_are_captured_anew_without_the_blocks_that_a_smaller_pool_has_lost(
+    tmp_path: Path,
+) -> None:
+    maker = FakeMaker()
+    runner = _runner(MODELS[0].save(tmp_path), maker)
+    driver = Driver(runner)
+    driver.add("a", PROMPTS[3])
+    driver.step()
+    driver.step()
+    runner._forward_pass.forget_graphs()
+    seen: list[tuple[int, int]] = []
+    forward = runner._forward_pass._run
+
+    def watched(step: StagedStep, **options: int) -> Tensor:
+        assert step.rows is not None
+        seen.append((int(step.rows.block_table.max()), int(step.rows.seq_lens.max())))
+        return forward(step, **options)
+
+    runner._forward_pass._run = watched  # type: ignore[method-assign]
+    graphs = runner._forward_pass._graphs
+    assert graphs is not None
+    with torch.inference_mode():
+        graphs.capture_all()
+    assert set(seen) == {(0, 1)}
+
+
+def test_a_closed_runner_lets_go_of_its_model_and_cache(tmp_path: Path) -> None:
+    runner = _runner(MODELS[0].save(tmp_path), FakeMaker())
+    model, cache = weakref.ref(runner._model), weakref.ref(runner._cache)
+    gc.disable()  # what only a collection finds may be frozen, and then is never found
+    try:
+        runner.close()
+        assert (model(), cache()) == (None, None)
+    finally:
+        gc.enable()

@@ -102,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"no model in {folder}: config.json is missing", field="model")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"cannot use the config in {folder}: {error}", field="model") from error
     return stated_config(fields) or transformers_config(folder)
 

@@ -203,7 +203,7 @@ def random_decoder(
 
 
 def _transformers(config: PretrainedConfig) -> Any:
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _shapes(config: PretrainedConfig) -> Mapping[str, Tensor]:

@@ -73,10 +73,10 @@ def _ours(
 
 def _theirs(config: LlamaConfig, prompts: Prompts, num_output: int, device: torch.device) -> float:
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+    generation = GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=2, max_new_tokens=num_output
     )
     seconds = 0.0

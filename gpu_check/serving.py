@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -148,16 +149,16 @@ def _plan(live: dict[str, _Running], retired: tuple[str, ...], budget: int) -> S
 
 @contextmanager
 def recorded_logits(runner: ModelRunner) -> Iterator[Logits]:
-    """Of all rows that are sampled from meanwhile."""
-    forward, logits = runner._forward, Logits()
+    """Of all rows that are sampled from meanwhile. A request is what stands before the "/" of an
+    id, so that one that is served several ways has one name."""
+    forward, logits = runner._forward_pass.logits, Logits()
 
     def recorded(step: StagedStep) -> Tensor:
         rows, inputs = forward(step), step.inputs
         positions = inputs.sampling.positions.tolist()
-        for name, position, row in zip(inputs.request_ids, positions, rows, strict=True):
-            logits[name, position] = row.clone()
+        for request_id, position, row in zip(inputs.request_ids, positions, rows, strict=True):
+            logits[request_id.partition("/")[0], position] = row.clone()
         return rows
 
-    runner._forward = recorded  # type: ignore[method-assign]
-    yield logits
-    runner._forward = forward  # type: ignore[method-assign]
+    with patch.object(runner._forward_pass, "logits", recorded):
+        yield logits

@@ -39,8 +39,8 @@ def seconds_per_call(runs: Sequence[Run], device: torch.device) -> float:
     graph.replay()
     samples: list[float] = []
     for _ in range(_REPEATS):
-        start_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start_event = torch.cuda.Event(enable_timing=True)
+        end_event = torch.cuda.Event(enable_timing=True)
         start_event.record()
         graph.replay()
         end_event.record()

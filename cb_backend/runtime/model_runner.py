@@ -13,7 +13,6 @@ from pathlib import Path
 import cb_kernels
 import torch
 from cb_kernels import attention_path
-from torch import Tensor
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
@@ -42,7 +41,6 @@ from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
 from cb_backend.runtime.sampled_ids import SampledIds, SampledStep
 from cb_backend.runtime.sampler import sample
-from cb_backend.runtime.staging import StagedStep
 from cb_backend.runtime.streams import streams_of
 from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import TokenBatch
@@ -118,7 +116,7 @@ class ModelRunner:
             self._copier.run(plan.copies)
             step = self._forward_pass.stage(inputs)
             self._sampled.fill(step)
-            logits = self._forward(step)
+            logits = self._forward_pass.logits(step)
             if not inputs.request_ids:
                 return SampledStep([], self._streams.read(step.batch_rows))
             if step.sampling is None:
@@ -203,9 +201,6 @@ class ModelRunner:
 
     def _fingerprint(self) -> str:
         return fingerprint(self._folder, self._cache, self._way)
-
-    def _forward(self, step: StagedStep) -> Tensor:
-        return self._forward_pass.logits(step)
 
 
 def _model_info(

@@ -175,7 +175,7 @@ class _CudaEvent:
         self.event = event
 
     def is_past(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -190,7 +190,7 @@ class _CudaStream:
             work()
 
     def record(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self._stream)
         return _CudaEvent(event)
 
@@ -203,7 +203,7 @@ class _CudaStream:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

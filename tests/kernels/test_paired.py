@@ -56,8 +56,8 @@ def empty_pair(num_blocks: int, case: Case, value: float) -> tuple[Tensor, Tenso
 def paired(inputs: Inputs, case: Case) -> Inputs:
     """The same with its caches paired."""
     k, v = empty_pair(inputs.k_cache.shape[0], case, SENTINEL)
-    k.copy_(inputs.k_cache.unflatten(3, (-1, 2)))  # type: ignore[no-untyped-call]
-    v.copy_(inputs.v_cache.unflatten(1, (-1, 2)))  # type: ignore[no-untyped-call]
+    k.copy_(inputs.k_cache.unflatten(3, (-1, 2)))
+    v.copy_(inputs.v_cache.unflatten(1, (-1, 2)))
     return dataclasses.replace(inputs, k_cache=k, v_cache=v)
 
 

@@ -1,10 +1,8 @@
-"""Logits of a loaded model over packed sequences, without a runner around it; and what a runner
-samples from."""
+"""Logits of a loaded model over packed sequences, without a runner around it; and whose differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from cb_kernels import RaggedBatch
@@ -12,12 +10,8 @@ from torch import Tensor
 
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
-from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.interface import CausalModel
-from cb_backend.runtime.staging import StagedStep
-
-# The logits of a sampled token, by its request and its place in the sequence.
-Logits = dict[tuple[str, int], Tensor]
+from gpu_check.serving import Logits
 
 
 @torch.inference_mode()
@@ -42,23 +36,6 @@ def packed_logits(
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     logits = model.forward(tokens, positions, attention, torch.arange(len(tokens)))
     return list(logits.split(counts))
-
-
-@contextmanager
-def recorded_logits(runner: ModelRunner) -> Iterator[Logits]:
-    """All that is sampled from meanwhile. A request is what stands before the "/" of an id."""
-    forward, logits = runner._forward, Logits()
-
-    def recorded(step: StagedStep) -> Tensor:
-        rows, inputs = forward(step), step.inputs
-        positions = inputs.sampling.positions.tolist()
-        for request_id, position, row in zip(inputs.request_ids, positions, rows, strict=True):
-            logits[request_id.partition("/")[0], position] = row.clone()
-        return rows
-
-    runner._forward = recorded  # type: ignore[method-assign]
-    yield logits
-    runner._forward = forward  # type: ignore[method-assign]
 
 
 def differing(logits: Logits, expected: Logits) -> list[tuple[str, int]]:

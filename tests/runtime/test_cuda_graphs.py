@@ -15,10 +15,10 @@ from cb_backend.runtime.cuda_graphs import bucket_sizes
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.staging import StagedStep
+from gpu_check.serving import recorded_logits
 from tests.models import FALLBACK, NATIVE, TinyModel
 from tests.runtime.driving import Driver, Running, load_runner, prompt_of
 from tests.runtime.fake_graphs import FakeMaker
-from tests.runtime.logits import recorded_logits
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 3, 5, 23, 9)]
 NUM_TOKENS = 6

@@ -14,10 +14,11 @@ from cb_kernels.cpu import library
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.runtime.model_runner import ModelRunner
+from gpu_check.serving import Logits, recorded_logits
 from tests.e2e.serving_process import default_model
 from tests.models import FALLBACK, TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
-from tests.runtime.logits import Logits, differing, recorded_logits
+from tests.runtime.logits import differing
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 16, 33, 90, 50)]
 NUM_TOKENS = 4

@@ -105,7 +105,7 @@ def _packing_fault(dtype: torch.dtype) -> str | None:
     """Why packing cannot be used. The operators are private to torch, so they are tried first."""
     if dtype not in (torch.float32, torch.bfloat16):
         return "dtype has no packed product"
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(
         torch.ops.mkldnn, "_linear_pointwise"

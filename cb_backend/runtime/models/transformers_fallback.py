@@ -187,9 +187,9 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def _quiet() -> Iterator[None]:
     """Without progress bars, which would write over the server's log."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers.utils.logging.enable_progress_bar()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gpu_check.serving import recorded_logits
 from tests.models import TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
-from tests.runtime.logits import differing, recorded_logits
+from tests.runtime.logits import differing
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 9, 22)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_check.serving import Logits, recorded_logits
 from tests.models import TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
 from tests.runtime.fake_graphs import FakeMaker
-from tests.runtime.logits import Logits, recorded_logits
 
 TINY = TinyModel("llama", "llama", {"num_hidden_layers": 1})
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 9)]

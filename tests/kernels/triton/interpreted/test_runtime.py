@@ -14,9 +14,9 @@ from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.interface import ModelGeometry
 from cb_backend.runtime.streams import HostStreams
+from gpu_check.serving import recorded_logits
 from tests.models import TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
-from tests.runtime.logits import recorded_logits
 
 
 def _parameters(seeds: list[int]) -> SamplingParameters:

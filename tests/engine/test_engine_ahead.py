@@ -195,3 +195,13 @@ def test_collecting_nothing_is_nothing(runs_ahead: bool) -> None:
     engine.add(make_request("a", [1], max_tokens=2))
     assert len(engine.step() + engine.collect()) == 1
     assert engine.collect() == []
+
+
+def test_steps_that_fall_with_another_do_not_make_the_device_look_fast() -> None:
+    """Both end in one moment: of the second one no time can be told."""
+    device = Device(fail_result=2)
+    device.engine.add(make_request("a", [1], max_tokens=9))
+    while device.engine.has_work:
+        device.engine.step()
+    assert device.engine.rates.num_steps == 1
+    assert device.engine.rates._sum_y == HOST_S + DEVICE_S

@@ -4,6 +4,7 @@ cb_backend."""
 from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
+from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8_linear import Int8Linear
 from cb_kernels.linear import invariant_linear
 from cb_kernels.logits import LogitEdits, SamplingParameters, edit_logits, sample
@@ -21,6 +22,7 @@ from cb_kernels.ragged import RaggedBatch, Rows, Workspace
 from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
+    "HugePages",
     "Int8Linear",
     "LayerStack",
     "LayerWeights",

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cb_kernels.cpu.library import kernels
+from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8 import linear_int8, quantize_weight
 from cb_kernels.shapes import check_bias, check_onto
 
@@ -17,7 +18,15 @@ class Int8Linear:
     silu(gate) * up.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gated: bool,
+        pages: HugePages | None = None,
+    ) -> None:
+        """`pages`: where the weight will lie; None: where torch puts it."""
         if weight.device.type != "cpu":
             raise ValueError(f"int8 weights are for the CPU, got one on {weight.device}")
         check_bias(bias, weight)
@@ -35,7 +44,7 @@ class Int8Linear:
         if gated:
             values, self.scales = c.interleave(values), c.interleave(self.scales)
             self.bias = None if bias is None else c.interleave(bias)
-        self.packed = c.int8.pack(values)
+        self.packed = c.int8.pack(values, pages)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [..., K] to [..., N], times `scale` and added onto [..., N] if that is given; gated:

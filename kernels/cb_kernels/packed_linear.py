@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cb_kernels.cpu.library import kernels
+from cb_kernels.huge_pages import HugePages
 from cb_kernels.shapes import check_bias, check_onto
 
 
@@ -54,11 +55,14 @@ class PackedLinear:
         return pairs[indices // panel, :, indices % panel].view(torch.bfloat16)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLinear | None:
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, *, gated: bool, pages: HugePages | None = None
+) -> PackedLinear | None:
     """A weight [N, K], copied into the kernel's layout; None where there is no kernel for it.
 
     `gated`: its rows are those of gate, then those of up, and the product is silu(gate) * up.
-    Raises ValueError for a bias that does not fit.
+    `pages`: where the copy lies; None: where torch puts it. Raises ValueError for a bias that does
+    not fit.
     """
     check_bias(bias, weight)
     c = kernels() if weight.device.type == "cpu" else None
@@ -66,4 +70,5 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLi
         return None
     if gated and bias is not None:
         bias = c.interleave(bias)
-    return PackedLinear(c.pack(weight, gated=gated), bias, weight.shape, gated=gated)
+    packed = c.pack(weight, gated=gated, pages=pages)
+    return PackedLinear(packed, bias, weight.shape, gated=gated)

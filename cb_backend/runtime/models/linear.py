@@ -14,6 +14,7 @@ import logging
 import torch
 import torch.nn.functional as F
 from cb_kernels import (
+    HugePages,
     Int8Linear,
     PackedLinear,
     invariant_linear,
@@ -53,21 +54,22 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
         self.kernel: PackedLinear | Int8Linear | None = None
 
-    def pack(self) -> None:
-        """Give the weight its final layout; from now on `weight` may be gone."""
+    def pack(self, pages: HugePages | None = None) -> None:
+        """Give the weight its final layout, in `pages` where it is our kernel's; from now on `weight`
+        may be gone."""
         if self.weight is None or self._invariant:
             return
-        self.kernel = pack_linear(self.weight, self.bias, gated=self._gated)
+        self.kernel = pack_linear(self.weight, self.bias, gated=self._gated, pages=pages)
         if self.kernel is not None:
             self.weight = None
         elif can_pack(self.weight.device.type, self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
             self.weight = None
 
-    def quantize(self) -> None:
+    def quantize(self, pages: HugePages | None = None) -> None:
         """Round the weight to int8, instead of `pack`."""
         assert self.weight is not None
-        self.kernel = Int8Linear(self.weight, self.bias, gated=self._gated)
+        self.kernel = Int8Linear(self.weight, self.bias, gated=self._gated, pages=pages)
         self.weight = None
 
     def forward(self, x: Tensor, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from cb_kernels import Int8Linear, PackedLinear
+from cb_kernels import HugePages, Int8Linear, PackedLinear
 from torch import Tensor, nn
 
 from cb_backend.config import Quantization
@@ -62,6 +62,7 @@ class NativeLoader:
         self._device = device
         self._quantization = quantization
         self._deterministic = deterministic
+        self._pages = HugePages()
         # silu(gate) * up is part of the product; other activations are the MLP's own.
         self._gated = spec.activation == "silu"
         self._activation = None if self._gated else spec.activation
@@ -192,9 +193,9 @@ class NativeLoader:
 
     def _packed(self, linear: Linear) -> Linear:
         if self._quantization == "int8":
-            linear.quantize()
+            linear.quantize(self._pages)
         else:
-            linear.pack()
+            linear.pack(self._pages)
         return linear
 
     def _norm(self, name: str, width: int) -> RMSNorm:

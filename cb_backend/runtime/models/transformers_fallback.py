@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from cb_kernels import HugePages
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
@@ -129,7 +130,7 @@ def load_fallback(
     model = model.to(device)  # from_pretrained leaves it in evaluation mode
     try:
         served = TransformersModel(model, config, dtype=dtype, device=device)
-        pack_linears(model)
+        pack_linears(model, HugePages())
         prove_state_is_paged(served, device)
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise ModelError(f"{config.model_type!r} does not run on packed rows: {error}") from error
@@ -138,15 +139,15 @@ def load_fallback(
     return served
 
 
-def pack_linears(module: nn.Module) -> None:
+def pack_linears(module: nn.Module, pages: HugePages) -> None:
     """Replace plain linear layers by packed ones, dropping each weight as it is packed."""
     for name, child in module.named_children():
         if type(child) is not nn.Linear:
-            pack_linears(child)
+            pack_linears(child, pages)
         elif can_pack(child.weight.device.type, child.weight.dtype):
             bias = None if child.bias is None else child.bias.detach()
             linear = Linear(child.weight.detach(), bias)
-            linear.pack()
+            linear.pack(pages)
             setattr(module, name, linear)
 
 

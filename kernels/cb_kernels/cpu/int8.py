@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8 import GROUP
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -32,12 +33,13 @@ class Int8Kernels:
         """`dtype` of x, bias and y."""
         return dtype in _DTYPES and width % (_PANEL if gated else _LANES) == 0
 
-    def pack(self, values: Tensor) -> Tensor:
+    def pack(self, values: Tensor, pages: HugePages | None = None) -> Tensor:
         """int8 [N, K] in panels [N / 64, K / 4, 64, 4] of bytes that are 128 larger."""
         width, depth = values.shape
         values = F.pad(values, (0, -depth % GROUP, 0, -width % _PANEL))
         panels = values.view(values.shape[0] // _PANEL, _PANEL, -1, 4).permute(0, 2, 1, 3)
-        return panels.contiguous().view(torch.uint8).bitwise_xor_(128)
+        packed = panels.contiguous() if pages is None else pages.copy(panels)
+        return packed.view(torch.uint8).bitwise_xor_(128)
 
     def room(self, num_rows: int, depth: int) -> Tensor:
         """Where the rows of x are rounded."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cb_kernels.cpu.int8 import Int8Kernels
+from cb_kernels.huge_pages import HugePages
 from cb_kernels.ragged import RaggedBatch
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -184,7 +185,7 @@ class Kernels:
             and depth % 2 == 0
         )
 
-    def pack(self, weight: Tensor, *, gated: bool) -> Tensor:
+    def pack(self, weight: Tensor, *, gated: bool, pages: HugePages | None = None) -> Tensor:
         """weight [N, K] in panels [N / 64, K / 2, 64, 2]; gated: each of 32 of gate and of up."""
         width, depth = weight.shape
         panels = -(-width // _PANEL)
@@ -192,7 +193,8 @@ class Kernels:
             weight = self.interleave(weight)
         elif width % _PANEL:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - width))
-        return weight.view(panels, _PANEL, depth // 2, 2).permute(0, 2, 1, 3).contiguous()
+        packed = weight.view(panels, _PANEL, depth // 2, 2).permute(0, 2, 1, 3)
+        return packed.contiguous() if pages is None else pages.copy(packed)
 
     def interleave(self, gate_up: Tensor) -> Tensor:
         """Rows (or numbers of a bias) of gate over up in the order of gated panels."""

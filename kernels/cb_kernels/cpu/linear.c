@@ -11,6 +11,10 @@
 #define MOST_ROWS 128       /* of a job: its float sums are 32 KiB */
 #define MOST_DEPTH 1024     /* pairs at a time: the part of a panel is 256 KiB, within L2 */
 #define JOBS_PER_THREAD 6   /* at least, so that the last ones end together */
+#define FEW_ROWS MAX_ROWS   /* that read weights from memory as fast as they come */
+/* Bytes ahead of a few rows' products at which their weights are fetched: more rows take longer
+   over a line, and so meet what the processor fetches by itself elsewhere (measured). */
+#define AHEAD(rows) ((rows) <= 4 ? 2048 : 7168)
 
 struct output {
     const uint16_t *bias; /* [N], in the order of the panels' columns, or NULL */
@@ -43,9 +47,10 @@ INLINE void finish(const struct output *o, const float *sums, int64_t row, int64
     }
 }
 
-/* Rows [start, stop) of x [M, K] times one panel; meanwhile `ahead` of the same size is fetched. */
+/* Rows [start, stop) of x [M, K] times `num` columns of a panel, which are y's from `first` on;
+   meanwhile `ahead` is fetched, so many `lines` for each pair along K and block of rows. */
 static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *panel,
-                           const uint32_t *ahead, int depth, int64_t start, int64_t stop,
+                           const char *ahead, int lines, int depth, int64_t start, int64_t stop,
                            int64_t first, int num, const struct output *o) {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     int rows = (int)(stop - start);
@@ -54,7 +59,7 @@ static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *
         int64_t at = (int64_t)k * PANEL;
         product_and_fetch((const uint32_t *)(x + start * x_stride) + k, x_stride / 2, panel + at,
                           PANEL, sums, PANEL, rows, num / LANES, part, k > 0, 1,
-                          ahead ? (const char *)(ahead + at) : NULL);
+                          ahead + at * 4, lines);
     }
     for (int i = 0; i < rows; i++) finish(o, sums + i * PANEL, start + i, first, num);
 }
@@ -70,11 +75,26 @@ static int rows_of_a_job(int64_t num_rows, int64_t panels) {
     return (int)(rows > MOST_ROWS ? MOST_ROWS : rows);
 }
 
-/* The whole product, by the threads that call this together. */
-static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
-                           const struct output *o, int64_t num_rows, int64_t num_in,
-                           int64_t num_out) {
-    int64_t num_panels = (num_out + PANEL - 1) / PANEL;
+/* The columns [from, to) that a thread multiplies, one after the other: its weights come as one
+   stream, and are fetched a little ahead. */
+static void multiply_few_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
+                              int64_t from, int64_t to, const struct output *o, int64_t num_rows,
+                              int64_t num_in) {
+    while (from < to) {
+        int64_t panel = from / PANEL, end = (panel + 1) * PANEL, stop = end < to ? end : to;
+        const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;
+        int lines = stop - from == PANEL ? PANEL * 4 / LINE : 0; /* a part is one of many */
+        multiply_panel(x, x_stride, own, (const char *)own + AHEAD(num_rows), lines,
+                       (int)(num_in / 2), 0, num_rows, from, (int)(stop - from), o);
+        from = stop;
+    }
+}
+
+/* Panels and rows in jobs, each taken by the next free thread. */
+static void multiply_many_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
+                               const struct output *o, int64_t num_rows, int64_t num_in,
+                               int64_t num_out) {
+    int64_t num_panels = (num_out + PANEL - 1) / PANEL, panel_size = num_in / 2 * PANEL;
     int rows = rows_of_a_job(num_rows, num_panels);
     int64_t parts = (num_rows + rows - 1) / rows;
 #pragma omp for schedule(dynamic, 1)
@@ -82,12 +102,29 @@ static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *
         int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
         int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
-        const uint32_t *own = panels + panel * (num_in / 2) * PANEL;
         /* The panel that this thread will want next, if the others are as fast. */
-        const uint32_t *ahead = own + omp_get_num_threads() * (num_in / 2) * PANEL;
-        if (part || panel + omp_get_num_threads() >= num_panels) ahead = NULL;
-        multiply_panel(x, x_stride, own, ahead, (int)(num_in / 2), start, stop, first, num, o);
+        int64_t next = panel + omp_get_num_threads();
+        int blocks = (int)(stop - start + MAX_ROWS - 1) / MAX_ROWS, lines = (3 + blocks) / blocks;
+        multiply_panel(x, x_stride, panels + panel * panel_size,
+                       (const char *)(panels + next * panel_size),
+                       part || next >= num_panels ? 0 : lines, (int)(num_in / 2), start, stop,
+                       first, num, o);
     }
+}
+
+/* The whole product, by the threads that call this together. */
+static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
+                           const struct output *o, int64_t num_rows, int64_t num_in,
+                           int64_t num_out) {
+    if (num_rows > FEW_ROWS) {
+        multiply_many_rows(x, x_stride, panels, o, num_rows, num_in, num_out);
+        return;
+    }
+    int64_t unit = o->gated ? PANEL : LANES, units = num_out / unit;
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    multiply_few_rows(x, x_stride, panels, units * thread / threads * unit,
+                      units * (thread + 1) / threads * unit, o, num_rows, num_in);
+#pragma omp barrier
 }
 
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of

@@ -30,7 +30,7 @@ INLINE vf multiply_add(vf sum, uint32_t a, const uint32_t *b, int pairs) {
 
 INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda, const uint32_t *b,
                           int64_t ldb, float *c, int64_t ldc, int depth, int adds, int pairs,
-                          const char *ahead) {
+                          const char *ahead, int lines) {
     vf sums[MAX_ROWS][MAX_VECTORS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
@@ -38,7 +38,13 @@ INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
         for (int j = 0; j < vectors; j++)
             sums[i][j] = adds ? load(c + i * ldc + j * LANES) : (vf){};
     for (int k = 0; k < depth; k++, b += ldb) {
-        if (ahead) __builtin_prefetch(ahead + k * LINE, 0, 2);
+        if (lines) { /* written out: a loop would keep the sums from their registers */
+            __builtin_prefetch(ahead, 0, 2);
+            if (lines > 1) __builtin_prefetch(ahead + LINE, 0, 2);
+            if (lines > 2) __builtin_prefetch(ahead + 2 * LINE, 0, 2);
+            if (lines > 3) __builtin_prefetch(ahead + 3 * LINE, 0, 2);
+            ahead += lines * LINE;
+        }
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
@@ -51,17 +57,17 @@ INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
         for (int j = 0; j < vectors; j++) store(c + i * ldc + j * LANES, sums[i][j]);
 }
 
-#define BLOCK(R, V)                                                                 \
-    case R * 8 + V:                                                                 \
-        if (R <= MAX_ROWS && V <= MAX_VECTORS)                                      \
-            block_product(R, V, a, lda, b, ldb, c, ldc, depth, adds, pairs, ahead); \
+#define BLOCK(R, V)                                                                        \
+    case R * 8 + V:                                                                        \
+        if (R <= MAX_ROWS && V <= MAX_VECTORS)                                             \
+            block_product(R, V, a, lda, b, ldb, c, ldc, depth, adds, pairs, ahead, lines); \
         break;
 #define BLOCKS(R) BLOCK(R, 1) BLOCK(R, 2) BLOCK(R, 3) BLOCK(R, 4)
 
 /* The block sizes become constants here, so that the sums stay in registers. */
 INLINE void any_block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
                               const uint32_t *b, int64_t ldb, float *c, int64_t ldc, int depth,
-                              int adds, int pairs, const char *ahead) {
+                              int adds, int pairs, const char *ahead, int lines) {
     switch (rows * 8 + vectors) {
         BLOCKS(1) BLOCKS(2) BLOCKS(3) BLOCKS(4) BLOCKS(5) BLOCKS(6)
     }
@@ -70,15 +76,15 @@ INLINE void any_block_product(int rows, int vectors, const uint32_t *a, int64_t 
 /* Rows in blocks of like size, since a block of one row wastes the most. */
 INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
                             float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
-                            int adds, int pairs, const char *ahead) {
+                            int adds, int pairs, const char *ahead, int lines) {
     int blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int v = 0; v < num_vectors; v += MAX_VECTORS) {
         int vectors = num_vectors - v < MAX_VECTORS ? num_vectors - v : MAX_VECTORS;
         for (int block = 0; block < blocks; block++) {
             int start = num_rows * block / blocks, stop = num_rows * (block + 1) / blocks;
             any_block_product(stop - start, vectors, a + start * lda, lda, b + v * LANES, ldb,
-                              c + start * ldc + v * LANES, ldc, depth, adds, pairs, ahead);
-            if (ahead) ahead += (int64_t)depth * LINE;
+                              c + start * ldc + v * LANES, ldc, depth, adds, pairs, ahead, lines);
+            ahead += (int64_t)depth * LINE * lines;
         }
     }
 }
@@ -87,31 +93,33 @@ INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, i
 #define DEFINE_PRODUCT(name, pairs)                                                            \
     static __attribute__((noinline, unused)) void name(                                        \
         const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c, int64_t ldc, \
-        int num_rows, int num_vectors, int depth, int adds, const char *ahead) {               \
+        int num_rows, int num_vectors, int depth, int adds, const char *ahead, int lines) {    \
         blocked_product(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, pairs,     \
-                        ahead);                                                                \
+                        ahead, lines);                                                         \
     }
 DEFINE_PRODUCT(product_of_floats, 0)
 #if HAS_PAIRS
 DEFINE_PRODUCT(product_of_pairs, 1)
 #endif
 
-/* What `ahead` points at is fetched into L2 meanwhile, one line for each of `depth` and block of
-   rows, as far as these go; NULL: nothing. */
-INLINE void product_and_fetch(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c,
-                              int64_t ldc, int num_rows, int num_vectors, int depth, int adds,
-                              int pairs, const char *ahead) {
+/* What `ahead` points at is fetched into L2 meanwhile, up to 4 `lines` for each of `depth` and block
+   of rows. */
+INLINE void product_and_fetch(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
+                              float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
+                              int adds, int pairs, const char *ahead, int lines) {
 #if HAS_PAIRS
     if (pairs) {
-        product_of_pairs(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead);
+        product_of_pairs(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead,
+                         lines);
         return;
     }
 #endif
     (void)pairs;
-    product_of_floats(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead);
+    product_of_floats(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead, lines);
 }
 
 INLINE void product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c,
                     int64_t ldc, int num_rows, int num_vectors, int depth, int adds, int pairs) {
-    product_and_fetch(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, pairs, NULL);
+    product_and_fetch(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, pairs, NULL,
+                      0);
 }

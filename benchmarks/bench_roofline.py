@@ -85,7 +85,7 @@ def prefill(model: Decoder, prompt: list[int], chunk: int) -> float:
     num_blocks = -(-len(prompt) // BLOCK_SIZE)
     cache = KVCache(model.geometry, num_blocks, BLOCK_SIZE, dtype=model.dtype, device=CPU)
     token_ids = torch.tensor(prompt)
-    model._stack = None  # one by one: the same products, and only so can they be timed
+    model._plain = None  # one by one: the same products, and only so can they be timed
     with torch.inference_mode(), timed_linears(model.layers) as seconds:
         for start in range(0, len(prompt), chunk):
             positions = torch.arange(start, min(start + chunk, len(prompt)))

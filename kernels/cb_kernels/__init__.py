@@ -3,7 +3,8 @@ cb_backend."""
 
 from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
-from cb_kernels.cpu.layer_stack import LayerStack, LayerWeights, PagedStep, StackShape
+from cb_kernels.cpu.plain_decoder import PagedStep, PlainDecoder
+from cb_kernels.cpu.plain_decoder_facts import DecoderEnds, DecoderShape, LayerWeights
 from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8_linear import Int8Linear
 from cb_kernels.linear import invariant_linear
@@ -22,17 +23,18 @@ from cb_kernels.ragged import RaggedBatch, Rows, Workspace
 from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
+    "DecoderEnds",
+    "DecoderShape",
     "HugePages",
     "Int8Linear",
-    "LayerStack",
     "LayerWeights",
     "LogitEdits",
     "PackedLinear",
     "PagedStep",
+    "PlainDecoder",
     "RaggedBatch",
     "Rows",
     "SamplingParameters",
-    "StackShape",
     "Workspace",
     "add_rms_norm",
     "argmax",

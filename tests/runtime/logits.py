@@ -16,9 +16,13 @@ from gpu_check.serving import Logits
 
 @torch.inference_mode()
 def packed_logits(
-    model: CausalModel, prompts: Sequence[Sequence[int]], block_size: int = 4
+    model: CausalModel,
+    prompts: Sequence[Sequence[int]],
+    block_size: int = 4,
+    wanted: Tensor | None = None,
 ) -> list[Tensor]:
-    """Logits [tokens, V] of each prompt, all computed in one ragged pass."""
+    """Logits [tokens, V] of each prompt, all computed in one ragged pass; or in one tensor, of the
+    `wanted` of all their tokens."""
     counts = [len(prompt) for prompt in prompts]
     width = -(-max(counts) // block_size)
     cpu = torch.device("cpu")
@@ -34,6 +38,8 @@ def packed_logits(
     )
     attention = StepAttention(cache, batch, starts * width * block_size + positions)
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    if wanted is not None:
+        return [model.forward(tokens, positions, attention, wanted)]
     logits = model.forward(tokens, positions, attention, torch.arange(len(tokens)))
     return list(logits.split(counts))
 

@@ -150,7 +150,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_in_its_blocks(llama: Case) 
     expected = [expected_tokens(llama.model, prompt, NUM_TOKENS) for prompt in prompts]
     driver = Driver(runner)
     driver.add("warm", prompts[0])
-    embedding = runner._model.embedding._weight  # type: ignore[attr-defined]
+    embedding = runner._model.embedding.weight  # type: ignore[attr-defined]
     with torch.inference_mode():
         embedding[poison] = float("nan")
     bad = driver.add("bad", [3, poison, 4, 5, 6, 8, 9])

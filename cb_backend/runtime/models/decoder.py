@@ -6,7 +6,7 @@ Works on one flat row of tokens [T, hidden] of several requests. Engine thread.
 from __future__ import annotations
 
 import torch
-from cb_kernels import LayerStack, add_rms_norm, rms_norm, uses_triton
+from cb_kernels import PlainDecoder, add_rms_norm, rms_norm, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.embedding import Embedding
@@ -30,7 +30,7 @@ class Decoder(nn.Module):
         norm: RMSNorm,
         lm_head: Linear,
         ropes: dict[str, Rope],
-        stack: LayerStack | None,  # all layers in one call, where that exists
+        plain: PlainDecoder | None,  # all of it in one call, where that exists
         deterministic: bool,  # the linear layers were made so, where that takes making
     ) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         self.norm = norm
         self.lm_head = lm_head
         self._ropes = ropes
-        self._stack = stack
+        self._plain = plain
         self._deterministic = deterministic
 
     @property
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         # of a tensor it computes by vectors, depend on the number of rows.
         windows = [layer.sliding_window for layer in self.spec.layers]
         return (
-            self._stack is not None
+            self._plain is not None
             and paged
             and not any(windows)
             and self.spec.logit_soft_cap is None
@@ -83,24 +83,31 @@ class Decoder(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
     ) -> Tensor:
-        x = self.embedding(token_ids)  # [T, hidden]
-        if self.spec.embedding_scale != 1.0:
-            # In the model's dtype, as the model was trained: 55.4256 is 55.5 in bfloat16.
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
-        turns = {kind: rope.turns(positions, x.dtype) for kind, rope in self._ropes.items()}
-        h = self._normed(x, turns, attention, logit_rows)
-        logits: Tensor = self.lm_head(h)  # [R, V]
+        logits: Tensor  # [R, V]
+        if self._plain is not None and (paged := attention.paged) is not None:
+            longest = max(paged.batch.seq_lens)
+            turns = [rope.turns_up_to(longest) for rope in self._ropes.values()]
+            logits = self._plain(token_ids, turns, paged, logit_rows)
+            if not self._plain.has_head:
+                logits = self.lm_head(logits)
+        else:
+            logits = self.lm_head(self._normed(token_ids, positions, attention, logit_rows))
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if (cap := self.spec.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def _normed(self, x: Tensor, turns: Turns, attention: Attention, logit_rows: Tensor) -> Tensor:
-        """What `lm_head` multiplies [R, hidden], of x [T, hidden] as embedded."""
-        if self._stack is not None and (paged := attention.paged) is not None:
-            x = self._stack(x, list(turns.values()), paged)
-        elif (fused := attention.fused) is not None:
+    def _normed(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
+    ) -> Tensor:
+        """What `lm_head` multiplies [R, hidden], operation by operation."""
+        x = self.embedding(token_ids)  # [T, hidden]
+        if self.spec.embedding_scale != 1.0:
+            # In the model's dtype, as the model was trained: 55.4256 is 55.5 in bfloat16.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+        turns = {kind: rope.turns(positions) for kind, rope in self._ropes.items()}
+        if (fused := attention.fused) is not None:
             # Each sum with a residual waits for the norm that follows it: one pass makes both.
             y: Tensor | None = None
             for layer in self.layers:
@@ -109,9 +116,8 @@ class Decoder(nn.Module):
             assert y is not None
             rows = (x[logit_rows], y[logit_rows])
             return add_and_norm(*rows, self.norm, self.spec.residual_scale)[0]
-        else:
-            for layer in self.layers:
-                x = layer(x, turns, attention)
+        for layer in self.layers:
+            x = layer(x, turns, attention)
         h: Tensor = self.norm(x[logit_rows])
         return h
 

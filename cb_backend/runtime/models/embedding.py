@@ -15,13 +15,13 @@ class Embedding(nn.Module):
         """A packed weight is read where it lies, in 1 µs a token more, so that no second copy of
         it is kept: of a small model it is a fifth of the memory."""
         super().__init__()
-        self._weight = weight
+        self.weight = weight
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weight.dtype
+        return self.weight.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        if isinstance(self._weight, PackedLinear):
-            return self._weight.rows(token_ids)
-        return F.embedding(token_ids, self._weight)
+        if isinstance(self.weight, PackedLinear):
+            return self.weight.rows(token_ids)
+        return F.embedding(token_ids, self.weight)

@@ -55,8 +55,8 @@ class Linear(nn.Module):
         self.kernel: PackedLinear | Int8Linear | None = None
 
     def pack(self, pages: HugePages | None = None) -> None:
-        """Give the weight its final layout, in `pages` where it is our kernel's; from now on `weight`
-        may be gone."""
+        """Give the weight its final layout, in `pages` if it is our kernel's; from now on
+        `weight` may be gone."""
         if self.weight is None or self._invariant:
             return
         self.kernel = pack_linear(self.weight, self.bias, gated=self._gated, pages=pages)

@@ -26,9 +26,9 @@ from cb_backend.runtime.models.decoder import (
     SelfAttention,
 )
 from cb_backend.runtime.models.embedding import Embedding
-from cb_backend.runtime.models.layer_stack import layer_stack
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
+from cb_backend.runtime.models.plain_decoder import plain_decoder
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, NotCoveredError
 
@@ -67,7 +67,9 @@ class NativeLoader:
         self._gated = spec.activation == "silu"
         self._activation = None if self._gated else spec.activation
         kinds = {layer.rope for layer in spec.layers if layer.rope is not None}
-        self._ropes = {kind: Rope(config, kind, spec.head_dim, device) for kind in sorted(kinds)}
+        self._ropes = {
+            kind: Rope(config, kind, spec.head_dim, dtype, device) for kind in sorted(kinds)
+        }
 
     def load(self) -> Decoder:
         spec = self._spec
@@ -84,7 +86,7 @@ class NativeLoader:
             norm=norm,
             lm_head=lm_head,
             ropes=self._ropes,
-            stack=layer_stack(spec, layers, self._ropes),
+            plain=plain_decoder(spec, embedding, layers, norm, lm_head, self._ropes),
             deterministic=self._deterministic,
         )
         if self._quantization == "int8":

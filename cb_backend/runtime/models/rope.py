@@ -15,27 +15,59 @@ if TYPE_CHECKING:
 # on they are constant, so that is where the context of such a model ends here.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
+_FIRST_POSITIONS = 1024  # that a table begins with; it doubles
+
 
 class Rope:
     """cos and sin of a step's positions, shaped to turn [T, H, D] in three operations."""
 
     def __init__(
-        self, config: ModelConfig, layer_type: str | None, head_dim: int, device: torch.device
+        self,
+        config: ModelConfig,
+        layer_type: str | None,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         inv_freq, self._scaling = _frequencies(config, layer_type, head_dim)
         self._inv_freq = inv_freq.to(device=device, dtype=torch.float32)
         self.half = inv_freq.shape[0]  # of the rotary part
         self._num_passed = head_dim - 2 * inv_freq.shape[0]  # trailing dimensions left as they are
+        self._dtype = dtype
+        self._device = device
+        none = torch.empty(0, head_dim, dtype=dtype)
+        self._table = (none, none)  # cos and sin of the first positions; on a CPU
 
-    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, D]; sin carries the sign of the half it is applied to."""
+    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, D] of positions [T]; sin carries the sign of the half it is applied
+        to."""
+        if self._device.type == "cpu":
+            cos, sin = self.turns_up_to(int(positions.max()) + 1)
+            cos, sin = cos[positions], sin[positions]
+        else:
+            cos, sin = self._computed(positions)
+        return cos[:, None], sin[:, None]
+
+    def turns_up_to(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """The same [P, D] of at least the first positions, kept: a few operations less a step.
+
+        What has been computed once stays: torch may compute a number by other means in a tensor of
+        another size, and a position has the same bits in every step.
+        """
+        while (known := len(self._table[0])) < num_positions:
+            more = self._computed(torch.arange(known, known + max(known, _FIRST_POSITIONS)))
+            cos, sin = (torch.cat(pair) for pair in zip(self._table, more, strict=True))
+            self._table = cos, sin
+        return self._table
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self._inv_freq  # [T, rotary / 2]
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         if self._num_passed:
             cos = torch.nn.functional.pad(cos, (0, self._num_passed), value=1.0)
             sin = torch.nn.functional.pad(sin, (0, self._num_passed))
-        return cos[:, None].to(dtype), sin[:, None].to(dtype)
+        return cos.to(self._dtype), sin.to(self._dtype)
 
     def apply(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """x [T, H, D], which may be overwritten, turned; neox style: the halves of the rotary

@@ -4,4 +4,4 @@
 #include "linear_int8.c"
 #include "pointwise.c"
 #include "argmax.c"
-#include "layers.c"
+#include "plain_decoder.c"

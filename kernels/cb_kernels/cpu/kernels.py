@@ -35,13 +35,13 @@ _SIGNATURES: dict[str, Sequence[object]] = {
         *[_INT64] * 3,
     ),
     "cb_argmax": (*[_POINTER] * 3, _INT64, _INT64, _INT),
-    "cb_layers": (_POINTER, _POINTER, _POINTER),
+    "cb_plain_decoder": (_POINTER, _POINTER, _POINTER),
     "cb_has_pairs": (),
     "cb_has_int8": (),
 }
-_OF_PAIRS = ("cb_linear", "cb_layers")  # only where bfloat16 products are
+_OF_PAIRS = ("cb_linear", "cb_plain_decoder")  # only where bfloat16 products are
 _RETURNS_INT = (
-    *("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_layers"),
+    *("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_plain_decoder"),
     *("cb_has_pairs", "cb_has_int8"),
 )
 _DTYPES = (torch.float32, torch.bfloat16)

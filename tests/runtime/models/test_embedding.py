@@ -53,7 +53,7 @@ def test_a_tied_model_keeps_one_copy_of_its_embedding(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path, dtype=torch.bfloat16)
     model, _ = load_model(EngineConfig(model=str(folder), dtype="bfloat16"), torch.device("cpu"))
     assert isinstance(model, Decoder)
-    assert isinstance(model.embedding._weight, PackedLinear)
-    assert model.embedding._weight is model.lm_head.kernel
+    assert isinstance(model.embedding.weight, PackedLinear)
+    assert model.embedding.weight is model.lm_head.kernel
     weight = tiny.build().to(torch.bfloat16).get_input_embeddings().weight
     assert torch.equal(model.embedding(torch.arange(208)), weight)

@@ -20,7 +20,7 @@ from cb_backend.runtime.models.mlp import MixtureOfExperts
 from tests.models import FALLBACK, NATIVE, VOCAB_SIZE, TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
 from tests.runtime.logits import packed_logits
-from tests.runtime.models.test_layer_stack import PLAIN
+from tests.runtime.models.test_plain_decoder import PLAIN
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 16, 5, 40, 33, 150)]
 BY_C = TinyModel("by-c", "llama", {"vocab_size": 208, "head_dim": 32, "intermediate_size": 96})
@@ -67,8 +67,8 @@ def test_in_one_call_as_one_by_one_alone_as_among_others(tiny: TinyModel, tmp_pa
     together = packed_logits(model, PROMPTS, block_size=16)
     for prompt, logits in zip(PROMPTS, together, strict=True):
         assert torch.equal(packed_logits(model, [prompt], block_size=16)[0], logits)
-    stack, model._stack = model._stack, None
-    assert stack is not None
+    plain, model._plain = model._plain, None
+    assert plain is not None
     one_by_one = packed_logits(model, PROMPTS, block_size=16)
     for actual, expected in zip(together, one_by_one, strict=True):
         if tiny.model_type == "qwen3":  # torch norms its heads, and rounds in another order
@@ -84,7 +84,7 @@ def test_without_the_int8_kernel_layers_run_one_by_one(
     with_c = packed_logits(load(BY_C, tmp_path, "bfloat16"), PROMPTS, block_size=16)
     monkeypatch.setattr(kernels(), "int8", None)
     model = load(BY_C, tmp_path, "bfloat16")
-    assert model._stack is None
+    assert model._plain is None
     without = packed_logits(model, PROMPTS, block_size=16)
     for actual, expected in zip(without, with_c, strict=True):
         assert (actual.float() - expected.float()).norm() / expected.float().norm() < 0.03
@@ -148,7 +148,7 @@ def test_a_request_that_is_not_finite_fails_alone(tmp_path: Path, dtype: str) ->
     for name, last in (("sound", 50), ("hurt", 60), ("also sound", 70)):
         driver.add(name, [5, 6, 7, last])
     with torch.inference_mode():
-        weight = runner._model.embedding._weight
+        weight = runner._model.embedding.weight
         assert isinstance(weight, torch.Tensor)
         weight[60] = torch.nan
     result = driver.step()

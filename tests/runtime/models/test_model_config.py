@@ -67,10 +67,13 @@ ALSO = (
 )
 
 
-def _meaning(folder: Path, config: ModelConfig) -> tuple[Any, ...]:
-    spec = decoder_spec(config)
-    rope = Rope(config, "default", spec.head_dim, torch.device("cpu"))
-    cos, sin = rope.turns(torch.arange(9), torch.float64)
+def _meaning(folder: Path, config: ModelConfig) -> object:
+    try:
+        spec = decoder_spec(config)
+    except ModelError as error:
+        return error.message
+    rope = Rope(config, "default", spec.head_dim, torch.float64, torch.device("cpu"))
+    cos, sin = rope.turns(torch.arange(9))
     turns = (cos.tolist(), sin.tolist())
     return spec, turns, getattr(config, "dtype", None), eos_token_ids(folder, config)
 

@@ -1,6 +1,6 @@
-"""Finds out whether a decoder's layers can run in one call, and prepares that call.
+"""Finds out whether a decoder can run in one call, and prepares that call.
 
-A plain layer on a CPU with bfloat16 products: pre-norms, a gated SiLU MLP, packed weights. All
+Plain layers on a CPU with bfloat16 products: pre-norms, a gated SiLU MLP, packed weights. All
 others go through the modules of `decoder`, operation by operation. Engine thread.
 """
 
@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cb_kernels import Int8Linear, LayerStack, LayerWeights, PackedLinear, StackShape
+from cb_kernels import (
+    DecoderEnds,
+    DecoderShape,
+    Int8Linear,
+    LayerWeights,
+    PackedLinear,
+    PlainDecoder,
+)
 from torch import Tensor
 
 from cb_backend.runtime.models.decoder import DecoderLayer, RMSNorm
+from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.mlp import GatedMLP
 from cb_backend.runtime.models.rope import Rope
@@ -19,17 +27,23 @@ from cb_backend.runtime.models.spec import DecoderSpec
 
 
 class _NotPlainError(Exception):
-    """The layers have something that the one call has not."""
+    """It has something that the one call has not."""
 
 
-def layer_stack(
-    spec: DecoderSpec, layers: Sequence[DecoderLayer], ropes: dict[str, Rope]
-) -> LayerStack | None:
-    """None when the layers have to be run one by one. `ropes` in the order of a step's turns."""
+def plain_decoder(
+    spec: DecoderSpec,
+    embedding: Embedding,
+    layers: Sequence[DecoderLayer],
+    norm: RMSNorm,
+    lm_head: Linear,
+    ropes: dict[str, Rope],
+) -> PlainDecoder | None:
+    """None when its operations have to be run one by one. `ropes` in the order of a step's
+    turns."""
     halves = {rope.half for rope in ropes.values()}
     if spec.post_norms or not spec.pre_norms or spec.width_norms or len(halves) > 1:
         return None
-    shape = StackShape(
+    shape = DecoderShape(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
         dim=spec.head_dim,
@@ -41,7 +55,14 @@ def layer_stack(
     )
     kinds = list(ropes)
     try:
-        return LayerStack([_weights(layer, kinds) for layer in layers], shape)
+        weights = [_weights(layer, kinds) for layer in layers]
+        ends = DecoderEnds(
+            embedding=embedding.weight,
+            embedding_scale=spec.embedding_scale,
+            norm=_norm(norm),
+            head=_head(lm_head),
+        )
+        return PlainDecoder(weights, ends, shape)
     except (_NotPlainError, ValueError):
         return None
 
@@ -76,3 +97,9 @@ def _kernel(linear: Linear) -> PackedLinear | Int8Linear:
     if linear.kernel is None:
         raise _NotPlainError
     return linear.kernel
+
+
+def _head(linear: Linear) -> PackedLinear | Int8Linear | None:
+    """None for a head that torch multiplies, behind the call."""
+    kernel = linear.kernel
+    return None if kernel is None or kernel.packed is None else kernel

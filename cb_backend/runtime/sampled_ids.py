@@ -24,14 +24,15 @@ class SampledIds:
     def fill(self, step: StagedStep) -> None:
         """Put what was sampled where a step's token ids were left open."""
         if len(step.sampled_tokens):
-            ids = self._ids[step.sampled_rows]
+            ids = self._ids.index_select(0, step.sampled_rows)
             step.token_ids.index_copy_(0, step.sampled_tokens, ids)
 
     def keep(self, step: StagedStep, token_ids: Tensor, sound: Tensor) -> Tensor:
         """What this step's sampling rows have sampled; the same, as `SampledStep` reads it."""
+        tokens = token_ids.where(sound, _UNSOUND)
         # What an unsound row has sampled means nothing, but the next step may look it up.
-        self._ids.index_copy_(0, step.batch_rows, token_ids.masked_fill(~sound, 0))
-        return token_ids.masked_fill(~sound, _UNSOUND)
+        self._ids.index_copy_(0, step.batch_rows, tokens.clamp(min=0))
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,14 @@ def sample(logits: Tensor, rows: SamplingRows, *, alone: bool = False) -> tuple[
         tokens_of_each, sound_of_each = zip(*each, strict=True)
         return torch.cat(tokens_of_each), torch.cat(sound_of_each)
     best, best_logits = argmax(logits)
-    sound = torch.isfinite(best_logits)
-    drawn = torch.from_numpy(rows.temperature > 0) & sound
-    tokens = best
-    if (rows.temperature > 0).any() and bool(drawn.any()):
-        index = drawn.nonzero()[:, 0]
-        tokens = best.clone()
-        own = _pick(rows, index.numpy())
-        tokens[index] = _draw(logits[index], best_logits[index], own)
-    return tokens, sound
+    sound = torch.from_numpy(np.isfinite(best_logits.numpy()))  # by torch it is five operations
+    draws = rows.temperature > 0
+    if not draws.any():
+        return best, sound
+    index = (torch.from_numpy(draws) & sound).nonzero()[:, 0]
+    if len(index):
+        best[index] = _draw(logits[index], best_logits[index], _pick(rows, index.numpy()))
+    return best, sound
 
 
 def uniforms(

@@ -36,26 +36,49 @@ INLINE int keys_in_block(const struct problem *p, int key, int most) {
     return left < most ? left : most;
 }
 
+/* What a later job is going to read of a paired cache: a decoding row's blocks are new to the caches,
+   and hardware follows them no further than a page. */
+struct fetch {
+    int row, head, key, stop;
+};
+
+/* What is fetched of a later job while a block of this one is multiplied, as far on in its keys.
+   Not just those keys' bytes, K lies across its block; but as many, and all in the end. NULL: none.
+ */
+INLINE const char *block_ahead(const struct problem *p, const void *cache, const struct fetch *later,
+                               int done) {
+    int key = later->key + done;
+    if (key >= later->stop) return NULL;
+    return (const char *)paired_block(p, cache, later->row, later->head, key) +
+           key % p->block_size * p->dim * 2;
+}
+
 /* Scores of the tile's keys; `start` and the block size are multiples of 16. */
 INLINE void score_paired(struct tile *t, const struct problem *p, int row, int head, int start,
-                         int num, int queries) {
+                         int num, int queries, const struct fetch *later, int done) {
     int depth = (int)p->dim / 2, block_size = (int)p->block_size;
+    int lines = block_size / LANES < MOST_LINES ? block_size / LANES : MOST_LINES;
     for (int i = 0, part; i < num; i += part) {
         part = keys_in_block(p, start + i, num - i);
-        product(t->q, depth, paired_block(p, p->k, row, head, start + i) + (start + i) % block_size,
-                block_size, t->scores + i, KEYS, queries, (part + LANES - 1) / LANES, depth, 0, 1);
+        const char *ahead = block_ahead(p, p->k, later, done + i);
+        product_and_fetch(t->q, depth,
+                          paired_block(p, p->k, row, head, start + i) + (start + i) % block_size,
+                          block_size, t->scores + i, KEYS, queries, (part + LANES - 1) / LANES,
+                          depth, 0, 1, ahead, ahead ? lines : 0);
     }
 }
 
 INLINE void add_paired_values(struct tile *t, const struct problem *p, int row, int head, int start,
-                              int num, int queries) {
+                              int num, int queries, const struct fetch *later, int done) {
     int dim = (int)p->dim;
     for (int i = 0, part; i < num; i += part) {
         part = keys_in_block(p, start + i, num - i);
         const uint32_t *weights = t->weights + i / 2;
         const uint32_t *v = paired_block(p, p->v, row, head, start + i) +
                             (start + i) % p->block_size / 2 * dim;
-        product(weights, KEYS / 2, v, dim, t->sums, dim, queries, dim / LANES, part / 2, 1, 1);
+        const char *ahead = block_ahead(p, p->v, later, done + i);
+        product_and_fetch(weights, KEYS / 2, v, dim, t->sums, dim, queries, dim / LANES, part / 2,
+                          1, 1, ahead, ahead ? MOST_LINES : 0);
         if (part % 2) { /* the last key's partner is nobody's yet: zero times NaN would be NaN */
             for (int d = 0; d < dim; d++) t->v[d] = v[part / 2 * dim + d] & 0xffff;
             product(weights + part / 2, KEYS / 2, t->v, dim, t->sums, dim, queries, dim / LANES, 1,
@@ -74,35 +97,14 @@ INLINE void seen_keys(const struct problem *p, const struct job *job, int paired
     if (paired) *start -= *start % LANES;
 }
 
-/* What a later job is going to read of a paired cache. */
-struct fetch {
-    int row, head, key, stop;
-};
-
-/* Into L2, a tile at a time: a decoding row's blocks are new to the caches, and hardware follows
-   them no further than a page. */
-INLINE void fetch_tile(const struct problem *p, struct fetch *f) {
-    for (int i = 0, part; i < KEYS && f->key < f->stop; i += part, f->key += part) {
-        part = keys_in_block(p, f->key, f->stop - f->key);
-        if (part > KEYS - i) part = KEYS - i;
-        /* Not just these keys' bytes, K lies across its block; but as many, and all in the end. */
-        int64_t first = f->key % p->block_size * p->dim * 2, size = part * p->dim * 2;
-        const char *k = (const char *)paired_block(p, p->k, f->row, f->head, f->key) + first;
-        const char *v = (const char *)paired_block(p, p->v, f->row, f->head, f->key) + first;
-        for (int64_t at = 0; at < size; at += LINE) {
-            __builtin_prefetch(k + at, 0, 2);
-            __builtin_prefetch(v + at, 0, 2);
-        }
-    }
-}
-
 INLINE void attend_tile(struct tile *t, const struct problem *p, const struct job *job, int head,
-                        int start, int num, int bf16, int pairs, int paired) {
+                        int start, int num, int bf16, int pairs, int paired,
+                        const struct fetch *later, int done) {
     int group = (int)(p->heads / p->kv_heads), dim = (int)p->dim, depth = pairs ? dim / 2 : dim;
     int queries = job->count * group, vectors = (num + LANES - 1) / LANES;
     int64_t index[KEYS];
     if (paired) {
-        score_paired(t, p, job->row, head, start, num, queries);
+        score_paired(t, p, job->row, head, start, num, queries, later, done);
     } else {
         locate(p, job->row, head, start, num, index);
         turn_keys(t, p->k, index, num, dim, bf16, pairs);
@@ -115,7 +117,7 @@ INLINE void attend_tile(struct tile *t, const struct problem *p, const struct jo
         weigh(t, p, i, vectors, from > 0 ? from : 0, last < num ? last + 1 : num, pairs);
     }
     if (paired) {
-        add_paired_values(t, p, job->row, head, start, num, queries);
+        add_paired_values(t, p, job->row, head, start, num, queries, later, done);
         return;
     }
     take_values(t, p->v, index, num, dim, bf16, pairs);
@@ -137,11 +139,9 @@ INLINE void attend(struct tile *t, const struct problem *p, const struct job *jo
     }
     memset(t->sums, 0, queries * dim * sizeof(float));
     seen_keys(p, job, paired, &start, &stop);
-    for (; start < stop; start += KEYS) {
-        if (paired) fetch_tile(p, later);
+    for (int done = 0; start < stop; start += KEYS, done += KEYS)
         attend_tile(t, p, job, head, start, stop - start < KEYS ? stop - start : KEYS, bf16, pairs,
-                    paired);
-    }
+                    paired, later, done);
     for (int i = 0; i < queries; i++) {
         int64_t to = ((token + i / group) * p->heads + head * group + i % group) * dim;
         for (int d = 0; d < dim; d += LANES)

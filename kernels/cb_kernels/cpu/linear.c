@@ -83,7 +83,7 @@ static void multiply_few_rows(const uint16_t *x, int64_t x_stride, const uint32_
     while (from < to) {
         int64_t panel = from / PANEL, end = (panel + 1) * PANEL, stop = end < to ? end : to;
         const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;
-        int lines = stop - from == PANEL ? PANEL * 4 / LINE : 0; /* a part is one of many */
+        int lines = stop - from == PANEL ? MOST_LINES : 0; /* a part is one of many */
         multiply_panel(x, x_stride, own, (const char *)own + AHEAD(num_rows), lines,
                        (int)(num_in / 2), 0, num_rows, from, (int)(stop - from), o);
         from = stop;
@@ -104,11 +104,11 @@ static void multiply_many_rows(const uint16_t *x, int64_t x_stride, const uint32
         int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
         /* The panel that this thread will want next, if the others are as fast. */
         int64_t next = panel + omp_get_num_threads();
-        int blocks = (int)(stop - start + MAX_ROWS - 1) / MAX_ROWS, lines = (3 + blocks) / blocks;
+        int blocks = (int)(stop - start + MAX_ROWS - 1) / MAX_ROWS;
+        int lines = part || next >= num_panels ? 0 : (blocks + MOST_LINES - 1) / blocks;
         multiply_panel(x, x_stride, panels + panel * panel_size,
-                       (const char *)(panels + next * panel_size),
-                       part || next >= num_panels ? 0 : lines, (int)(num_in / 2), start, stop,
-                       first, num, o);
+                       (const char *)(panels + next * panel_size), lines, (int)(num_in / 2), start,
+                       stop, first, num, o);
     }
 }
 

@@ -7,6 +7,7 @@
 #include "vectors.h"
 
 #define LINE 64 /* bytes of the cache */
+#define MOST_LINES 4 /* that are fetched with each of `depth` */
 
 #if defined(__AVX512F__)
 #define MAX_ROWS 6 /* 6 x 4 accumulators, 4 vectors of B: 28 of 32 registers */
@@ -102,8 +103,8 @@ DEFINE_PRODUCT(product_of_floats, 0)
 DEFINE_PRODUCT(product_of_pairs, 1)
 #endif
 
-/* What `ahead` points at is fetched into L2 meanwhile, up to 4 `lines` for each of `depth` and block
-   of rows. */
+/* What `ahead` points at is fetched into L2 meanwhile, up to MOST_LINES `lines` for each of `depth`
+   and block of rows and vectors. */
 INLINE void product_and_fetch(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
                               float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
                               int adds, int pairs, const char *ahead, int lines) {

@@ -28,6 +28,7 @@
 #define MOST_INT8_ROWS 96  /* of a job: its float sums are 24 KiB */
 #define LEAST_INT8_ROWS 24
 #define INT8_JOBS 6        /* for each thread at least, so that the last ones end together */
+#define INT8_AHEAD 2048    /* bytes, as in linear.c */
 #define SMALLEST 1e-30f    /* a group of no larger x is one of zeros */
 
 /* x as bytes: for each row its groups' bytes, then their scales, then where their sums start; in all
@@ -183,23 +184,22 @@ INLINE void finish_int8(const struct int8_output *o, const struct int8_weight *w
     }
 }
 
-/* Rows [start, stop) times one panel; meanwhile `ahead`, of the same size, is fetched. */
+/* Rows [start, stop) times `num` columns of a panel, which are y's from `first` on; meanwhile `ahead`
+   is fetched, so many `lines` for each four inputs and block of rows. */
 static void multiply_int8_panel(const struct rounded *r, const struct int8_weight *w,
-                                int64_t panel, const char *ahead, int64_t start, int64_t stop,
-                                int64_t first, int num, const struct int8_output *o) {
+                                const uint32_t *panel, const char *ahead, int lines,
+                                int64_t start, int64_t stop, int64_t first, int num,
+                                const struct int8_output *o) {
     float sums[MOST_INT8_ROWS * COLUMNS] __attribute__((aligned(64)));
     int rows = (int)(stop - start), blocks = (rows + INT8_ROWS - 1) / INT8_ROWS;
-    const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
     for (int64_t g = 0; g < r->groups; g += GROUPS_AT_A_TIME) {
         int64_t num_groups = r->groups - g < GROUPS_AT_A_TIME ? r->groups - g : GROUPS_AT_A_TIME;
         int64_t at = g * GROUP_DWORDS * COLUMNS;
         for (int block = 0; block < blocks; block++) {
             int from = rows * block / blocks, to = rows * (block + 1) / blocks;
-            /* Three rows stream as fast unaided; each of many blocks fetches a quarter. */
-            int lines = !ahead || blocks == 1 || block >= 4 ? 0 : blocks < 4 ? 2 : 1;
-            const char *fetched = ahead + at * 4 + block * num_groups * GROUP_DWORDS * LINE * lines;
-            any_int8_block(to - from, num / LANES, r, start + from, g, num_groups, own + at,
-                           sums + from * COLUMNS, fetched, lines);
+            int64_t fetched = at * 4 + block * num_groups * GROUP_DWORDS * LINE * lines;
+            any_int8_block(to - from, num / LANES, r, start + from, g, num_groups, panel + at,
+                           sums + from * COLUMNS, ahead + fetched, block < MOST_LINES ? lines : 0);
         }
     }
     for (int i = 0; i < rows; i++) finish_int8(o, w, sums + i * COLUMNS, start + i, first, num);
@@ -213,6 +213,40 @@ static int64_t int8_parts(int64_t num_rows, int64_t num_panels) {
     return parts < least ? least : parts;
 }
 
+/* The columns [from, to) of a block of rows: as in linear.c. */
+static void multiply_few_int8_rows(const struct rounded *r, const struct int8_weight *w,
+                                   int64_t from, int64_t to, const struct int8_output *o,
+                                   int64_t num_rows) {
+    while (from < to) {
+        int64_t panel = from / COLUMNS, end = (panel + 1) * COLUMNS, stop = end < to ? end : to;
+        const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
+        int lines = stop - from == COLUMNS ? MOST_LINES : 0;
+        own += from % COLUMNS;
+        multiply_int8_panel(r, w, own, (const char *)own + INT8_AHEAD, lines, 0, num_rows, from,
+                            (int)(stop - from), o);
+        from = stop;
+    }
+}
+
+static void multiply_many_int8_rows(const struct rounded *r, const struct int8_weight *w,
+                                    const struct int8_output *o, int64_t num_rows,
+                                    int64_t num_out) {
+    int64_t num_panels = (num_out + COLUMNS - 1) / COLUMNS;
+    int64_t parts = int8_parts(num_rows, num_panels), size = r->groups * GROUP_DWORDS * COLUMNS;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < num_panels * parts; job++) {
+        int64_t panel = job / parts, part = job % parts, first = panel * COLUMNS;
+        int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
+        int num = num_out - first < COLUMNS ? (int)(num_out - first) : COLUMNS;
+        /* The panel that this thread will want next, if the others are as fast. */
+        int64_t next = panel + omp_get_num_threads();
+        int blocks = (int)(stop - start + INT8_ROWS - 1) / INT8_ROWS;
+        int lines = part || next >= num_panels ? 0 : (blocks + MOST_LINES - 1) / blocks;
+        multiply_int8_panel(r, w, w->panels + panel * size, (const char *)(w->panels + next * size),
+                            lines, start, stop, first, num, o);
+    }
+}
+
 /* The whole product, by the threads that call this together; in `room` x is rounded. */
 static void int8_linear_by_team(const void *x, int64_t x_stride, const struct int8_weight *w,
                                 const struct int8_output *o, int64_t num_rows, int64_t num_in,
@@ -221,19 +255,15 @@ static void int8_linear_by_team(const void *x, int64_t x_stride, const struct in
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; row++)
         round_row(x, row, x_stride, num_in, o->bf16, &r);
-    int64_t num_panels = (num_out + COLUMNS - 1) / COLUMNS;
-    int64_t parts = int8_parts(num_rows, num_panels);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t job = 0; job < num_panels * parts; job++) {
-        int64_t panel = job / parts, part = job % parts, first = panel * COLUMNS;
-        int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
-        int num = num_out - first < COLUMNS ? (int)(num_out - first) : COLUMNS;
-        /* The panel that this thread will want next, if the others are as fast. */
-        int64_t next = panel + omp_get_num_threads();
-        const uint32_t *ahead = w->panels + next * r.groups * GROUP_DWORDS * COLUMNS;
-        if (part || next >= num_panels) ahead = NULL;
-        multiply_int8_panel(&r, w, panel, (const char *)ahead, start, stop, first, num, o);
+    if (num_rows > INT8_ROWS) {
+        multiply_many_int8_rows(&r, w, o, num_rows, num_out);
+        return;
     }
+    int64_t unit = o->gated ? COLUMNS : LANES, units = num_out / unit;
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    multiply_few_int8_rows(&r, w, units * thread / threads * unit,
+                           units * (thread + 1) / threads * unit, o, num_rows);
+#pragma omp barrier
 }
 
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of

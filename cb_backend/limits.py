@@ -53,8 +53,13 @@ TEMPERATURE = Limit("temperature", 0.0, 100.0)
 TOP_P = Limit("top_p", 0.0, 1.0, above=True)
 TOP_K = Limit("top_k", -1, 2**31 - 1, integer=True)
 MIN_P = Limit("min_p", 0.0, 1.0)
+PRESENCE_PENALTY = Limit("presence_penalty", -2.0, 2.0)
+FREQUENCY_PENALTY = Limit("frequency_penalty", -2.0, 2.0)
+REPETITION_PENALTY = Limit("repetition_penalty", 0.0, 100.0, above=True)
+LOGIT_BIAS = Limit("logit_bias", -100.0, 100.0)  # of one token
 SEED = Limit("seed", -(2**63), INT64_MAX, integer=True)
 MAX_TOKENS = Limit("max_tokens", 1, 2**31 - 1, integer=True)
+MIN_TOKENS = Limit("min_tokens", 0, 2**31 - 1, integer=True)
 PRIORITY = Limit("priority", -(2**31), 2**31 - 1, integer=True)
 NUM_CHOICES = Limit("n", 1, 16, integer=True)
 DEADLINE_S = Limit("deadline_s", 0.0, 86_400.0, above=True)
@@ -65,8 +70,13 @@ NUMERIC_LIMITS: tuple[Limit, ...] = (
     TOP_P,
     TOP_K,
     MIN_P,
+    PRESENCE_PENALTY,
+    FREQUENCY_PENALTY,
+    REPETITION_PENALTY,
+    LOGIT_BIAS,
     SEED,
     MAX_TOKENS,
+    MIN_TOKENS,
     PRIORITY,
     NUM_CHOICES,
     DEADLINE_S,
@@ -74,6 +84,7 @@ NUMERIC_LIMITS: tuple[Limit, ...] = (
 )
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
 MAX_CACHE_SALT_CHARS = 256
 MAX_TENANT_CHARS = 64
 MAX_LABEL_CHARS = 128
@@ -116,6 +127,15 @@ def check_prompt_fits(num_prompt_tokens: int, max_model_len: int) -> None:
             f"prompt has {num_prompt_tokens} tokens, but this model's context of {max_model_len}"
             f" tokens leaves room for at most {max_model_len - 1}; shorten it",
             field="prompt",
+        )
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """Raise InvalidRequestError when an answer would have to be longer than it may."""
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens must be at most max_tokens, which is {max_tokens}, got {min_tokens}",
+            field="min_tokens",
         )
 
 

@@ -62,6 +62,17 @@ def test_a_long_wrong_value_is_cut_in_the_message() -> None:
         ("top_k", -2),
         ("top_k", 1.5),
         ("min_p", 1.01),
+        ("presence_penalty", -2.01),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {1: -100.5}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", dict.fromkeys(range(limits.MAX_LOGIT_BIASES + 1), 1.0)),
+        ("min_tokens", -1),
         ("seed", 2**63),
         ("max_tokens", 0),
         ("max_tokens", True),
@@ -77,12 +88,23 @@ def test_sampling_params_name_the_field_that_is_wrong(field: str, value: object)
     assert field in caught.value.message
 
 
+def test_an_answer_cannot_have_to_be_longer_than_it_may() -> None:
+    SamplingParams(min_tokens=5, max_tokens=5)
+    with pytest.raises(InvalidRequestError, match="which is 4, got 5") as caught:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert caught.value.field == "min_tokens"
+
+
 def test_sampling_params_take_every_value_at_its_cap() -> None:
     SamplingParams(
         temperature=100.0,
         top_p=1.0,
         top_k=-1,
         min_p=1.0,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=100.0,
+        logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIASES), -100.0),
         seed=-(2**63),
         max_tokens=1,
         stop_token_ids=tuple(range(limits.MAX_STOP_TOKEN_IDS)),

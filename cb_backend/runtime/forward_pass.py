@@ -131,4 +131,5 @@ def one_by_one(inputs: StepInputs) -> Iterator[StepInputs]:
             seq_lens=seq_len,
             block_table=inputs.block_table[row : row + 1],
             logit_tokens=np.zeros(int(token in sampled), np.int64),
+            edits=None,  # they are of the whole step's logits
         )

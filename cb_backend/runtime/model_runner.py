@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cb_kernels
 import torch
-from cb_kernels import attention_path
+from cb_kernels import attention_path, uses_triton
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
@@ -34,7 +34,9 @@ from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, 
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
 from cb_backend.runtime.device import choose_cache_dtype, choose_device
 from cb_backend.runtime.forward_pass import ForwardPass
+from cb_backend.runtime.host_logit_editor import HostLogitEditor
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
+from cb_backend.runtime.logit_editor import DeviceLogitEditor, LogitEditor
 from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
@@ -97,10 +99,17 @@ class ModelRunner:
         )
         self._deterministic = config.deterministic
         self._sampled = SampledIds(config.max_num_seqs, device)
+        self._editor: LogitEditor = (
+            DeviceLogitEditor(info.vocab_size, device)
+            if uses_triton(self._cache.pool)
+            else HostLogitEditor(info.vocab_size)
+        )
         self._batch = TokenBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=info.max_model_len,
             block_size=info.block_size,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
         )
 
     @property
@@ -119,10 +128,12 @@ class ModelRunner:
             logits = self._forward_pass.logits(step)
             if not inputs.request_ids:
                 return SampledStep([], self._streams.read(step.batch_rows))
+            logits = self._editor.edit(logits, step)
             if step.sampling is None:
                 tokens, sound = sample(logits, inputs.sampling, alone=self._deterministic)
             else:
                 tokens, sound = cb_kernels.sample(logits, step.sampling)
+            self._editor.count(step, tokens, sound)
             sampled = self._sampled.keep(step, tokens, sound)
             return SampledStep(inputs.request_ids, self._streams.read(sampled))
 
@@ -195,7 +206,8 @@ class ModelRunner:
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
         self._forward_pass.close()
-        del self._model, self._cache, self._copier, self._forward_pass, self._batch, self._sampled
+        del self._model, self._cache, self._copier, self._forward_pass, self._batch
+        del self._sampled, self._editor
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from cb_kernels import Rows, SamplingParameters
 from torch import Tensor
 
+from cb_backend.runtime.row_edits import EditedRows
 from cb_backend.runtime.streams import Streams
 from cb_backend.runtime.token_batch import SamplingRows, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
+class StagedEdits:
+    """What of `EditedRows` the device reads."""
+
+    penalized: bool  # whether any row is
+    num_rows: int  # of the batch, up to the last that is edited
+    index: Tensor  # [E] int64
+    batch_rows: Tensor  # [E] int64
+    bias_ids: Tensor  # [E, B] int32
+    bias_values: Tensor  # [E, B] float32
+    repetition: Tensor  # [E] float32
+    presence: Tensor
+    frequency: Tensor
+    first_rows: Tensor  # [F] int64
+    first_prompts: Tensor  # [F, ceil(V / 32)] int32
+    given_tokens: Tensor  # [N] int64
+
+
+@dataclass(frozen=True, slots=True)
 class StagedStep:
-    """`inputs`, and what of them the device reads; for Triton also the rows and how to sample."""
+    """`inputs`, and what of them the device reads; for Triton also the rows, how to sample, and
+    which logits to edit before."""
 
     inputs: StepInputs
     token_ids: Tensor  # [T] int64
@@ -28,6 +49,7 @@ class StagedStep:
     rows: Rows | None = None
     sampling: SamplingParameters | None = None
     for_graph: bool = False  # padded, see `cuda_graphs`
+    edits: StagedEdits | None = None
 
 
 def stage(
@@ -46,7 +68,9 @@ def stage(
     }
     rows = _rows(inputs) if has_rows else {}
     sampling = _sampling(inputs.sampling) if for_triton else {}
-    there = streams.upload(tokens | rows | sampling)
+    rows_to_edit = inputs.edits if for_triton else None
+    edits = {} if rows_to_edit is None else _edits(rows_to_edit)
+    there = streams.upload(tokens | rows | sampling | edits)
     return StagedStep(
         inputs,
         there["token_ids"],
@@ -59,6 +83,7 @@ def stage(
         Rows(*(there[name] for name in rows)) if has_rows else None,
         SamplingParameters(*(there[name] for name in sampling)) if for_triton else None,
         for_graph,
+        None if rows_to_edit is None else _staged_edits(rows_to_edit, there),
     )
 
 
@@ -82,3 +107,26 @@ def _sampling(rows: SamplingRows) -> dict[str, np.ndarray]:
         # Not "positions": those are the tokens'.
         "sampled_positions": rows.positions,
     }
+
+
+def _edits(rows: EditedRows) -> dict[str, np.ndarray]:
+    """In the order of `StagedEdits`, under names that no other array of a step has."""
+    return {
+        "edit_index": rows.index,
+        "edit_batch_rows": rows.batch_rows,
+        "edit_bias_ids": rows.bias_ids,
+        "edit_bias_values": rows.bias_values,
+        "edit_repetition": rows.repetition,
+        "edit_presence": rows.presence,
+        "edit_frequency": rows.frequency,
+        "edit_first_rows": rows.first_rows,
+        "edit_first_prompts": rows.first_prompts,
+        "edit_given_tokens": rows.given_tokens,
+    }
+
+
+def _staged_edits(rows: EditedRows, there: Mapping[str, Tensor]) -> StagedEdits:
+    num_rows = int(rows.batch_rows.max()) + 1
+    return StagedEdits(
+        bool(rows.penalized.any()), num_rows, *(there[name] for name in _edits(rows))
+    )

@@ -8,7 +8,7 @@ a step's inputs to the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
 from cb_backend.errors import InternalError
-
-Ints = npt.NDArray[np.int64]
+from cb_backend.runtime.row_edits import EditedRows, Ints, RowEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,21 @@ class StepInputs:
     logit_tokens: Ints  # [R], which of the T tokens each of them samples from
     request_ids: list[str]  # [R]
     sampling: SamplingRows
+    edits: EditedRows | None = None  # None: no row's logits are edited
 
 
 class TokenBatch:
     """Raises InternalError when a plan does not fit what is here."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
         self._block_size = block_size
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs))[::-1]
@@ -70,6 +78,7 @@ class TokenBatch:
         self._top_p = np.ones(max_num_seqs, np.float32)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._edits = RowEdits(vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -96,6 +105,7 @@ class TokenBatch:
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
+            self._edits.retire(row)
 
     def _admit(self, admission: Admission) -> None:
         num_tokens = len(admission.token_ids)
@@ -117,6 +127,7 @@ class TokenBatch:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seeds[row] = admission.seed & (2**64 - 1)
+        self._edits.admit(row, admission, self._token_ids[row, :num_tokens])
 
     def _extend(self, scheduled: ScheduledRow) -> tuple[int, ...]:
         """Append the row's new blocks; those of them that hold none of its tokens yet."""
@@ -157,7 +168,7 @@ class TokenBatch:
         )
         blocks, offsets = np.divmod(positions, self._block_size)
         samples = np.array([row.samples for row in ordered], bool)
-        sampling_rows = rows[samples]
+        sampling_rows, sampled_positions = rows[samples], (computed + counts)[samples]
         self._num_tokens[sampling_rows] += 1
         sampled = np.flatnonzero(positions >= self._num_given[token_rows])
         return StepInputs(
@@ -174,7 +185,8 @@ class TokenBatch:
             batch_rows=sampling_rows,
             logit_tokens=query_start_loc[1:][samples] - 1,
             request_ids=[row.request_id for row in ordered if row.samples],
-            sampling=self._sampling(sampling_rows, (computed + counts)[samples]),
+            sampling=self._sampling(sampling_rows, sampled_positions),
+            edits=self._edits.gather(sampling_rows, sampled_positions),
         )
 
     def _sampling(self, rows: Ints, positions: Ints) -> SamplingRows:

@@ -10,7 +10,7 @@ import itertools
 import math
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from cb_backend import limits
 from cb_backend.core.request import Request
@@ -31,6 +31,7 @@ def checked_requests(
     _check(request, info, prefix_caching)
     params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
     max_tokens = _resolve_max_tokens(params.max_tokens, num_prompt_tokens, info.max_model_len)
+    limits.check_min_tokens(params.min_tokens, max_tokens)
     stop_token_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_token_ids = stop_token_ids.union(info.eos_token_ids)
@@ -60,6 +61,7 @@ def checked_requests(
 def _check(request: GenerateRequest, info: ModelInfo, prefix_caching: bool) -> None:
     _check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
     _check_token_ids("stop_token_ids", request.params.stop_token_ids, info.vocab_size)
+    _check_token_ids("logit_bias", request.params.logit_bias, info.vocab_size)
     limits.PRIORITY.check(request.priority)
     limits.NUM_CHOICES.check(request.n)
     limits.check_name("tenant", request.tenant, limits.MAX_TENANT_CHARS)
@@ -91,7 +93,7 @@ def _seed_of(seed: int | None, choice: int) -> int:
     return (seed + choice - int(limits.SEED.low)) % num_seeds + int(limits.SEED.low)
 
 
-def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequestError(

@@ -96,21 +96,21 @@ class LanguageModel:
             if not request.prompt_token_ids:
                 raise InvalidRequestError("prompt is empty: it has no tokens", field="prompt")
         async with AsyncExitStack() as stack:
-            streams: list[TokenStream] = []
+            texts: list[AsyncGenerator[TextDelta, None]] = []
             for request in requests:
                 for stream in await self.engine.open(request):
                     stack.push_async_callback(stream.aclose)
-                    streams.append(stream)
+                    assembly = _TextAssembly(self.codec, stop, request.params.min_tokens)
+                    texts.append(self._deltas(stream, assembly))
             # A generator that was never begun cannot clean up: the stack closes the streams.
-            deltas = interleave([self._deltas(stream, stop) for stream in streams])
+            deltas = interleave(texts)
             async with aclosing(deltas):
                 async for item in deltas:
                     yield item
 
     async def _deltas(
-        self, stream: TokenStream, stop: Sequence[str]
+        self, stream: TokenStream, text: _TextAssembly
     ) -> AsyncGenerator[TextDelta, None]:
-        text = _TextAssembly(self.codec, stop)
         async for event in stream:
             delta = text.add(event)
             if delta.finish_reason is None:
@@ -132,11 +132,15 @@ class LanguageModel:
 
 
 class _TextAssembly:
-    """Events to text, one token at a time, so that merged events give the same text."""
+    """Events to text, one token at a time, so that merged events give the same text.
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str]) -> None:
+    No stop string ends it within its first `min_tokens` tokens.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = codec.detokenizer()
         self._stop = StopStrings(stop)
+        self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_cached_tokens = 0
 
@@ -160,7 +164,9 @@ class _TextAssembly:
         pieces: list[str] = []
         for token_id in token_ids:
             self._num_tokens += 1
-            piece, stopped = self._stop.feed(self._detokenizer.feed(token_id))
+            piece, stopped = self._stop.feed(
+                self._detokenizer.feed(token_id), may_end=self._num_tokens > self._min_tokens
+            )
             pieces.append(piece)
             if stopped:
                 return "".join(pieces), True

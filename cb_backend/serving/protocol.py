@@ -5,6 +5,7 @@ Types are strict, nothing is coerced. Ranges are the engine's to check, in Sampl
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
@@ -21,21 +22,16 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
@@ -83,6 +79,21 @@ def _prompt_list(value: object) -> list[Any]:
     return value
 
 
+def _bias_map(value: object) -> dict[int, Any]:
+    """Token ids to numbers, which SamplingParams checks. JSON has ids as strings."""
+    if not isinstance(value, dict):
+        raise ValueError("should be an object of token ids and numbers")
+    limits.check_at_most("logit_bias", len(value), limits.MAX_LOGIT_BIASES, "token ids")
+    for key in value:
+        # One spelling for one id, so that no two entries are about the same.
+        if not re.fullmatch("0|[1-9][0-9]{0,18}", key):
+            raise InvalidRequestError(
+                f"logit_bias may have token ids for keys, integers of 0 or more, got {key!r:.40}",
+                field="logit_bias",
+            )
+    return {int(key): bias for key, bias in value.items()}
+
+
 def _is_ids(value: list[object]) -> bool:
     return all(type(item) is int for item in value)
 
@@ -106,8 +117,13 @@ class _GenerationBody(_Body):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[int, Any], PlainValidator(_bias_map)] = {}
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: Annotated[list[str], PlainValidator(_stop_list)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -136,8 +152,13 @@ class _GenerationBody(_Body):
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
             seed=self.seed,
             max_tokens=self._max_tokens(),
+            min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
         )

@@ -18,14 +18,15 @@ class StopStrings:
         self._automata = [_Automaton(stop, _borders(stop)) for stop in stops]
         self._held = ""
 
-    def feed(self, piece: str) -> tuple[str, bool]:
-        """The text that is now certain, and whether a stop string ended it."""
+    def feed(self, piece: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """The text that is now certain, and whether a stop string ended it. None that is complete
+        in this piece does unless it `may_end`."""
         if not self._automata:
             return piece, False
         text = self._held + piece
         for end in range(len(self._held), len(text)):
             found = [a.stop for a in self._automata if a.advance(text[end])]
-            if found:
+            if found and may_end:
                 self._held = ""
                 return text[: end + 1 - max(map(len, found))], True
         num_held = max(automaton.matched for automaton in self._automata)
@@ -52,7 +53,10 @@ class _Automaton:
             self.matched = self.borders[self.matched - 1]
         if self.stop[self.matched] == character:
             self.matched += 1
-        return self.matched == len(self.stop)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self.borders[-1]  # where one was not to end the text, the next may overlap
+        return True
 
 
 def _borders(stop: str) -> list[int]:

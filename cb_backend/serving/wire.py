@@ -52,7 +52,14 @@ def encode_submission(submission: Submission) -> dict[str, Any]:
 
 def decode_submission(data: dict[str, Any]) -> Submission:
     params = data["request"]["params"]
-    params = SamplingParams(**{**params, "stop_token_ids": tuple(params["stop_token_ids"])})
+    params = SamplingParams(
+        **{
+            **params,
+            "stop_token_ids": tuple(params["stop_token_ids"]),
+            # JSON's keys are strings.
+            "logit_bias": {int(token_id): bias for token_id, bias in params["logit_bias"].items()},
+        }
+    )
     request = GenerateRequest(**{**data["request"], "params": params})
     return Submission(data["session"], data["tag"], request)
 

@@ -32,6 +32,9 @@ NAMES = ("llama", "mistral-window", "gpt_neox")
 MODELS = [tiny for tiny in NATIVE + FALLBACK if str(tiny) in NAMES]
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 3, 4, 9, 12, 23)]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50)
+PENALIZED = SamplingParams(
+    temperature=0.9, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2
+)
 Outputs = dict[str, list[int]]
 
 
@@ -58,7 +61,8 @@ def engine_of(folder: Path, **settings: object) -> Engine:
 
 
 def requests() -> Iterator[Request]:
-    """Greedy and sampled in turn, of different lengths; the last two are choices of one prompt."""
+    """Greedy, sampled and penalized in turn, of different lengths; the last is another choice of
+    one prompt."""
     for number, prompt in enumerate([*PROMPTS, PROMPTS[4]]):
         request = make_request(
             str(number),
@@ -66,7 +70,7 @@ def requests() -> Iterator[Request]:
             max_tokens=7 + 3 * (number % 3),
             fork_of="4" if number == len(PROMPTS) else None,
         )
-        request.params = SAMPLED if number % 2 else GREEDY
+        request.params = (GREEDY, SAMPLED, PENALIZED)[number % 3]
         request.seed = 100 + number
         yield request
 

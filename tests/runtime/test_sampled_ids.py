@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def two_steps() -> tuple[StagedStep, StagedStep]:
     """Two prompts of 2 and 3 tokens, and the token that follows each; `b` goes first in the second
     step, where it is the longer one."""
-    batch = TokenBatch(max_num_seqs=4, max_model_len=20, block_size=4)
+    batch = TokenBatch(max_num_seqs=4, max_model_len=20, block_size=4, vocab_size=100)
     admitted = tuple(
         Admission(name, tuple(range(10, 10 + length)), length, 0, SamplingParams(), 0)
         for name, length in (("a", 2), ("b", 3))

@@ -11,7 +11,7 @@ from cb_backend.runtime.token_batch import StepInputs, TokenBatch
 
 
 def batch_of(max_num_seqs: int = 3) -> TokenBatch:
-    return TokenBatch(max_num_seqs=max_num_seqs, max_model_len=20, block_size=4)
+    return TokenBatch(max_num_seqs=max_num_seqs, max_model_len=20, block_size=4, vocab_size=100)
 
 
 def admission(request_id: str, token_ids: range, seed: int = 0) -> Admission:

@@ -13,17 +13,16 @@ from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.errors import InvalidRequestError
 from cb_backend.serving.checked_request import checked_requests
 from cb_backend.serving.engine_client import GenerateRequest
-from tests.fakes import make_model_info
+from tests.fakes import VOCAB_SIZE, make_model_info
 
 NOW = 100.0
 
 
 def checked(
-    *, prefix_caching: bool = True, seed: int | None = None, **fields: Any
+    *, prefix_caching: bool = True, params: SamplingParams | None = None, **fields: Any
 ) -> list[Request]:
-    request = GenerateRequest(
-        prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=4, seed=seed), **fields
-    )
+    params = params or SamplingParams(max_tokens=4)
+    request = GenerateRequest(prompt_token_ids=[1, 2, 3], params=params, **fields)
     return checked_requests(request, make_model_info(), now=NOW, prefix_caching=prefix_caching)
 
 
@@ -42,14 +41,14 @@ def test_each_choice_has_its_own_list_of_tokens() -> None:
 
 
 def test_a_seed_gives_a_set_of_seeds_that_differ_and_can_be_had_again() -> None:
-    seeds = [choice.seed for choice in checked(n=4, seed=5)]
-    assert seeds == [choice.seed for choice in checked(n=4, seed=5)]
+    seeds = [choice.seed for choice in checked(n=4, params=SamplingParams(seed=5))]
+    assert seeds == [choice.seed for choice in checked(n=4, params=SamplingParams(seed=5))]
     assert seeds[0] == 5, "as it is without n"
     assert len(set(seeds)) == 4
 
 
 def test_the_largest_seed_has_choices_too() -> None:
-    for choice in checked(n=16, seed=limits.INT64_MAX):
+    for choice in checked(n=16, params=SamplingParams(seed=limits.INT64_MAX)):
         limits.SEED.check(choice.seed)
 
 
@@ -89,6 +88,26 @@ def test_a_label_begins_the_ids_and_need_not_be_unique() -> None:
     ids = [choice.request_id for _ in range(2) for choice in checked(n=2, label="chatcmpl-x")]
     assert len(set(ids)) == 4
     assert {request_id.rpartition("-")[0] for request_id in ids} == {"chatcmpl-x"}
+
+
+def test_the_least_length_is_held_against_what_is_left_of_the_context() -> None:
+    left = make_model_info().max_model_len - 3
+    assert checked(params=SamplingParams(min_tokens=left))[0].max_tokens == left
+    with pytest.raises(InvalidRequestError, match=f"which is {left}") as refused:
+        checked(params=SamplingParams(min_tokens=left + 1))
+    assert refused.value.field == "min_tokens"
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
+def test_a_token_id_past_the_vocabulary_is_named(field: str) -> None:
+    for token_id, is_known in ((VOCAB_SIZE - 1, True), (VOCAB_SIZE, False)):
+        value = {token_id: 1.0} if field == "logit_bias" else (token_id,)
+        params = SamplingParams(**{field: value})  # type: ignore[arg-type]
+        if is_known:
+            assert checked(params=params)
+            continue
+        with pytest.raises(InvalidRequestError, match=f"{field} has the token id {token_id}"):
+            checked(params=params)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ async def test_a_stop_string_cuts_to_the_character_streamed_or_not(
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a "), (1, "a "), (2, "a b a ")])
+async def test_a_stop_string_within_the_first_tokens_is_text(
+    http: httpx.AsyncClient, script: Script, min_tokens: int, expected: str
+) -> None:
+    assert len(script.say("a b a b")) == 5, "the stop string is whole with the second token"
+    body = chat(stop="b", min_tokens=min_tokens)
+    answer = await whole(http, CHAT, body)
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert text_of(await stream_of(http, CHAT, body)) == expected
+
+
 async def test_a_stop_string_ends_the_request_in_the_engine(
     http: httpx.AsyncClient, engine: AsyncEngine, script: Script
 ) -> None:

@@ -9,10 +9,13 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from cb_backend.core.sampling_params import SamplingParams
+from cb_backend.core.step_io import Admission
 from tests.serving.conftest import (
     CONTEXT,
     MODEL,
     Script,
+    WatchedEngine,
     chat,
     completion,
 )
@@ -49,6 +52,28 @@ async def test_a_stream_adds_up_to_the_answer(
     assert not any("\ufffd" in json.dumps(event, ensure_ascii=False) for event in events)
     assert (await whole(http, CHAT, chat()))["choices"][0]["message"]["content"] == text
     assert text_of(await stream_of(http, COMPLETIONS, completion())) == text
+
+
+async def test_sampling_parameters_reach_the_engine(
+    http: httpx.AsyncClient, engine: WatchedEngine, script: Script
+) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "seed": 7,
+        "max_tokens": 9,
+        "min_tokens": 2,
+    }
+    admitted: list[Admission] = []
+    script.before_step = lambda plan: admitted.extend(plan.admitted)
+    for route, body in ((CHAT, chat()), (COMPLETIONS, completion())):
+        await whole(http, route, body | fields | {"logit_bias": {"5": -100, "0": 0.5}})
+        assert admitted.pop().params == SamplingParams(logit_bias={5: -100, 0: 0.5}, **fields)
 
 
 async def test_a_chat_stream_has_openais_form(http: httpx.AsyncClient) -> None:

@@ -72,3 +72,20 @@ def test_the_result_does_not_depend_on_how_the_text_is_cut() -> None:
             pieces.append(rest[:size])
             rest = rest[size:]
         assert run(stops, pieces)[:2] == oracle(stops, text), (stops, pieces)
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "text"),
+    [
+        ("xENDx", "yENDz", "xENDxy"),
+        ("xEN", "Dy", "x"),  # complete where it may end the text
+        ("xEND", "END", "xEND"),
+        ("aba", "ba", "ab"),  # the second one begins within the first
+    ],
+)
+def test_a_stop_that_is_complete_too_early_is_text(early: str, late: str, text: str) -> None:
+    matcher = StopStrings(["aba" if early == "aba" else "END"])
+    first, ended = matcher.feed(early, may_end=False)
+    assert not ended
+    second, ended = matcher.feed(late)
+    assert (first + second, ended) == (text, True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from cb_backend.config import EngineConfig
+from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import BlockCopy, CopyKind, ModelInfo, StepPlan
 from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.runtime import model_runner
@@ -134,6 +135,25 @@ def test_a_captured_step_waits_once(
     driver.step()
     assert maker.num_replays == 1
     assert streams.num_reads == streams.num_uploads == 2
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
+@pytest.mark.parametrize("penalty", [0.0, 0.5], ids=["biases", "penalties and biases"])
+def test_a_step_that_edits_logits_waits_once(
+    penalty: float, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, streams = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
+    if captured:
+        runner.capture_graphs(FakeMaker(), max_num_seqs=4)
+    params = SamplingParams(presence_penalty=penalty, logit_bias={1: 2.0}, min_tokens=2)
+    driver = Driver(runner)
+    requests = [driver.add(f"{i}", prompt_of(9 + i), params) for i in range(2)]
+    driver.add("plain", prompt_of(4))
+    for step in range(1, 6):
+        if step == 4:
+            driver.preempt(requests[0])
+        driver.step(20)
+        assert (streams.num_reads, streams.num_uploads) == (step, step)
 
 
 def test_copies_of_blocks_are_not_waited_for(

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from cb_kernels import SamplingParameters, sample
 from torch import Tensor
 
+from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import BlockCopy, CopyKind
+from cb_backend.runtime import model_runner
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.kv_cache import KVCache
+from cb_backend.runtime.logit_editor import DeviceLogitEditor
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.interface import ModelGeometry
 from cb_backend.runtime.streams import HostStreams
 from gpu_check.serving import recorded_logits
+from tests.e2e.test_engine_ahead_on_models import AheadRunner, engine_of
+from tests.fakes import make_request
 from tests.models import TinyModel
-from tests.runtime.driving import Driver, load_runner, prompt_of
+from tests.runtime.driving import GREEDY, Driver, load_runner, prompt_of
+from tests.runtime.edited import expected_tokens
 
 
 def _parameters(seeds: list[int]) -> SamplingParameters:
@@ -40,6 +47,58 @@ def test_the_sampler_draws_by_the_kernel() -> None:
     assert set(tokens[1:3].tolist()) <= {97, 98, 99}
     again, _ = sample(logits[:3], _parameters([1, 2, -1]))
     assert again.tolist() == tokens[:3].tolist()
+
+
+def test_logits_are_edited_by_the_kernel(tmp_path: Path) -> None:
+    """Beside a row that asks for nothing, over the end of one request and the start of others."""
+    model = TinyModel("llama", "llama", {"num_hidden_layers": 1}).build()
+    model.save_pretrained(tmp_path)
+    driver = Driver(load_runner(tmp_path, max_num_seqs=3))
+    all_params = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.2, logit_bias={7: 0.5}, min_tokens=3),
+        SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.8),
+        SamplingParams(temperature=0.0, logit_bias={7: 3.0, 134: -100.0}),
+        GREEDY,
+    ]
+    for order in (all_params[:3], all_params[1:]):
+        prompts = [prompt_of(length, seed=length) for length in (9, 5, 6)]
+        requests = [
+            driver.add(f"{i}", prompt, params)
+            for i, (prompt, params) in enumerate(zip(prompts, order, strict=True))
+        ]
+        driver.step(12)
+        driver.step()
+        driver.preempt(requests[0])
+        driver.run(4)
+        for request, prompt, params in zip(requests, prompts, order, strict=True):
+            assert request.output[:4] == expected_tokens(model, prompt, 4, params, (2,))
+
+
+def test_counts_on_the_device_have_the_token_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of one that was computed in vain behind the end of a row's owner before."""
+    model = TinyModel("llama", "llama", {"num_hidden_layers": 1}).build()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(model_runner, "ModelRunner", AheadRunner)
+    engine = engine_of(tmp_path, max_num_seqs=2)
+    params = SamplingParams(temperature=0.0, presence_penalty=1.5, repetition_penalty=1.2)
+    expected, outputs = {}, {}
+    for number in range(4):
+        request = make_request(f"{number}", prompt_of(4 + number), max_tokens=6)
+        request.params, name = params, request.request_id
+        expected[name] = expected_tokens(model, request.token_ids, 6, params)
+        if number < 2:
+            request.stop_token_ids = frozenset([expected[name][3]])
+            expected[name] = expected[name][:4]
+        outputs[name] = list[int]()
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            outputs[event.request_id] += event.token_ids
+    assert outputs == expected
+    assert isinstance(engine.executor, ModelRunner)
+    assert isinstance(engine.executor._editor, DeviceLogitEditor)
 
 
 def test_copies_take_blocks_out_and_in_and_within() -> None:

@@ -6,12 +6,13 @@ Works on one flat row of tokens [T, hidden] of several requests. Engine thread.
 from __future__ import annotations
 
 import torch
-from cb_kernels import PlainDecoder, add_rms_norm, rms_norm, uses_triton
+from cb_kernels import PlainDecoder, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.interface import Attention, HeadsAttention, HeadSteps, ModelGeometry
 from cb_backend.runtime.models.linear import Linear
+from cb_backend.runtime.models.norms import QKNorm, RMSNorm, add_and_norm
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec, LayerSpec
 
@@ -73,11 +74,10 @@ class Decoder(nn.Module):
         windows = [layer.sliding_window for layer in self.spec.layers]
         return (
             self._plain is not None
+            and self._plain.has_head
             and paged
             and not any(windows)
             and self.spec.logit_soft_cap is None
-            and self.lm_head.kernel is not None
-            and self.lm_head.kernel.packed is not None  # int8 by torch
         )
 
     def forward(
@@ -176,18 +176,6 @@ class DecoderLayer(nn.Module):
         return x, y if self.mlp_out is None else self.mlp_out(y)
 
 
-def add_and_norm(
-    x: Tensor, y: Tensor | None, norm: RMSNorm | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The norm of x + scale * y, and that sum."""
-    if y is None:
-        return (x if norm is None else norm(x)), x
-    if norm is None:
-        x = torch.add(x, y, alpha=scale)
-        return x, x
-    return add_rms_norm(y, x, norm.weight, norm.eps, scale)
-
-
 class SelfAttention(nn.Module):
     """Projects, norms, rotates, attends over the paged cache, projects back."""
 
@@ -263,40 +251,3 @@ class SelfAttention(nn.Module):
         )
         y: Tensor = self.output(attended.reshape(x.shape[0], -1))
         return y
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension.
-
-    A weight in float32 with x in less is a norm that the model was trained to compute in float32.
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class QKNorm(nn.Module):
-    """Norms q and k, lying together as [T, H_q + H_kv, D]: each head, or all heads at once."""
-
-    def __init__(self, q: RMSNorm, k: RMSNorm, num_heads: int, head_dim: int) -> None:
-        super().__init__()
-        self._head_dim = head_dim
-        self.q = q
-        self.k = k
-        self._num_heads = num_heads
-
-    @property
-    def is_by_head(self) -> bool:
-        return self.q.weight.shape == self.k.weight.shape == (self._head_dim,)
-
-    def forward(self, qk: Tensor) -> Tensor:
-        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        if not self.is_by_head:
-            q_flat, k_flat = self.q(q.flatten(1)), self.k(k.flatten(1))
-            return torch.cat((q_flat, k_flat), -1).view(qk.shape)
-        return torch.cat((self.q(q), self.k(k)), 1)

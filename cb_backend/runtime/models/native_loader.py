@@ -21,13 +21,12 @@ from cb_backend.runtime.models.checkpoint import Checkpoint
 from cb_backend.runtime.models.decoder import (
     Decoder,
     DecoderLayer,
-    QKNorm,
-    RMSNorm,
     SelfAttention,
 )
 from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
+from cb_backend.runtime.models.norms import QKNorm, RMSNorm
 from cb_backend.runtime.models.plain_decoder import plain_decoder
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, NotCoveredError

@@ -18,10 +18,11 @@ from cb_kernels import (
 )
 from torch import Tensor
 
-from cb_backend.runtime.models.decoder import DecoderLayer, RMSNorm
+from cb_backend.runtime.models.decoder import DecoderLayer
 from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.mlp import GatedMLP
+from cb_backend.runtime.models.norms import RMSNorm
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec
 

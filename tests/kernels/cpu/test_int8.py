@@ -118,6 +118,23 @@ def test_rounding_is_to_the_nearest_of_255_steps() -> None:
     torch.testing.assert_close(weight_scales, torch.tensor([0.02, 0.0]))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("width", [16, 208, 512])
+def test_the_same_bits_by_any_number_of_threads(c: Int8Kernels, width: int, rows: int) -> None:
+    x, weight, bias = numbers(rows, width, 100, torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        for gated in (False, True) if width % 64 == 0 else (False,):
+            linear = Int8Linear(weight, bias, gated=gated)
+            results = []
+            for count in (1, 2, 3, 7):
+                torch.set_num_threads(count)
+                results.append(linear(x))
+            assert all(torch.equal(result, results[0]) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_rows_with_room_between_them_are_read_right(c: Int8Kernels) -> None:
     x, weight, _ = numbers(9, 64, 100, torch.bfloat16)
     wide = torch.cat((x, torch.full_like(x, 9.0)), 1)

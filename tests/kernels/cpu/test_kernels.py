@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,13 @@ def _c() -> Kernels:
     if loaded is None:
         pytest.skip("no kernels in C on this machine")
     return loaded
+
+
+@pytest.fixture(name="threads")
+def _threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -163,6 +171,27 @@ def test_linears_agree_with_torch(c: Kernels, width: int, depth: int, rows: int)
         packed, bias = c.pack(weight, gated=True), c.interleave(bias)
         actual = c.linear(x, packed, bias, width, gated=True).double()
         torch.testing.assert_close(actual, F.silu(gate) * up, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 7])
+@pytest.mark.parametrize("width", [16, 48, 208, 1024])
+def test_a_linear_has_the_same_bits_by_any_number_of_threads(
+    c: Kernels, width: int, rows: int, threads: Callable[[int], None]
+) -> None:
+    """Also by more than have a column to multiply."""
+    if not c.has_linear:
+        pytest.skip("no bfloat16 products in this processor")
+    x, weight = torch.randn(rows, 34).bfloat16(), torch.randn(width, 34).bfloat16()
+    expected = None
+    for count in (1, 2, 3, 7):
+        threads(count)
+        actual = c.linear(x, c.pack(weight, gated=False), None, width, gated=False)
+        expected = actual if expected is None else expected
+        assert torch.equal(actual, expected)
+        if width % 64 == 0:
+            gated = c.linear(x, c.pack(weight, gated=True), None, width, gated=True)
+            gate, up = expected.float().chunk(2, -1)
+            torch.testing.assert_close(gated.float(), F.silu(gate) * up, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("gate", [-3e38, -1e37, -100.0, 0.0, 90.0, -torch.inf, torch.nan], ids=str)

@@ -190,21 +190,18 @@ INLINE struct fetch later_job(const struct problem *p, const struct job *jobs, i
     return f;
 }
 
-/* All jobs for all KV heads, by the threads that call this together; a tile each. */
-INLINE void attend_by_team(const struct problem *p, const struct job *jobs, int64_t num_jobs,
-                           struct tile *t, int bf16, int paired) {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_jobs * p->kv_heads; i++) {
-        const struct job *job = &jobs[i / p->kv_heads];
-        int head = (int)(i % p->kv_heads);
-        if (!bf16) {
-            attend(t, p, job, head, 0, 0, 0, NULL);
-        } else if (HAS_PAIRS && paired) {
-            struct fetch later = later_job(p, jobs, num_jobs, i + omp_get_num_threads());
-            attend(t, p, job, head, 1, 1, 1, &later);
-        } else {
-            attend(t, p, job, head, 1, HAS_PAIRS, 0, NULL);
-        }
+/* Job `i` of all heads'. */
+INLINE void attend_job(const struct problem *p, const struct job *jobs, int64_t num_jobs, int64_t i,
+                       struct tile *t, int bf16, int paired) {
+    const struct job *job = &jobs[i / p->kv_heads];
+    int head = (int)(i % p->kv_heads);
+    if (!bf16) {
+        attend(t, p, job, head, 0, 0, 0, NULL);
+    } else if (HAS_PAIRS && paired) {
+        struct fetch later = later_job(p, jobs, num_jobs, i + omp_get_num_threads());
+        attend(t, p, job, head, 1, 1, 1, &later);
+    } else {
+        attend(t, p, job, head, 1, HAS_PAIRS, 0, NULL);
     }
 }
 
@@ -228,7 +225,9 @@ int cb_attention(const void *q, const void *k, const void *v, void *out, const i
 #pragma omp parallel
     {
         struct tile t; /* under 0.5 MiB of the thread's stack */
-        attend_by_team(&p, jobs, num_jobs, &t, bf16, paired);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_jobs * kv_heads; i++)
+            attend_job(&p, jobs, num_jobs, i, &t, bf16, paired);
     }
     free(jobs);
     return 0;

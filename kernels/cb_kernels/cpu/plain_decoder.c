@@ -79,39 +79,61 @@ INLINE void embed_token(const struct model *m, const struct step *s, int64_t t) 
             store_bf16(x + i, load_bf16(x + i) * m->embedding_scale);
 }
 
-/* Norms and turns a token's q and k where they lie, and puts k and v into the cache. */
-INLINE void place_token(const struct model *m, const struct layer *l, const struct step *s,
-                        int64_t index, int64_t t, int64_t position) {
-    int64_t dim = m->dim, num_qk = m->heads + m->kv_heads;
-    uint16_t *token = s->qkv + t * (num_qk + m->kv_heads) * dim;
-    for (int64_t h = 0; h < num_qk; h++) {
-        const uint16_t *norm = h < m->heads ? l->q_norm : l->k_norm;
-        if (norm) norm_row(token, norm, token, h * dim, dim, m->eps, 1);
-        if (l->turns >= 0)
-            turn_head(token, h * dim, s->cos[l->turns], s->sin[l->turns], position * dim, m->half,
-                      1);
-    }
-    if (s->slots[t] < 0) return;
-    int64_t block = s->slots[t] / s->block_size, offset = s->slots[t] % s->block_size;
-    for (int64_t h = 0; h < m->kv_heads; h++) {
-        int64_t base = block * s->block_stride + h * s->head_stride;
-        store_pairs(token + (m->heads + h) * dim, token + (num_qk + h) * dim,
-                    s->k_caches[index] + base, s->v_caches[index] + base, offset, dim,
-                    s->block_size);
-    }
+INLINE void prepare_head(const struct model *m, const struct layer *l, const struct step *s,
+                         uint16_t *head, const uint16_t *norm, int64_t position) {
+    if (norm) norm_row(head, norm, head, 0, m->dim, m->eps, 1);
+    if (l->turns >= 0)
+        turn_head(head, 0, s->cos[l->turns], s->sin[l->turns], position * m->dim, m->half, 1);
 }
 
-/* The first half of a layer, up to what attention gives. */
+/* Norms and turns the q and k of one KV head where they lie, and puts its k and v into the cache. */
+INLINE void place_head(const struct model *m, const struct layer *l, const struct step *s,
+                       int64_t index, int64_t t, int64_t position, int64_t kv_head) {
+    int64_t dim = m->dim, group = m->heads / m->kv_heads, slot = s->slots[t];
+    uint16_t *token = s->qkv + t * (m->heads + 2 * m->kv_heads) * dim;
+    uint16_t *key = token + (m->heads + kv_head) * dim, *value = key + m->kv_heads * dim;
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++)
+        prepare_head(m, l, s, token + h * dim, l->q_norm, position);
+    prepare_head(m, l, s, key, l->k_norm, position);
+    if (slot < 0) return;
+    int64_t base = slot / s->block_size * s->block_stride + kv_head * s->head_stride;
+    store_pairs(key, value, s->k_caches[index] + base, s->v_caches[index] + base,
+                slot % s->block_size, dim, s->block_size);
+}
+
+/* What is planned of a step before the threads start. */
+struct plan {
+    struct job *jobs, *last_jobs; /* of attention; of the last layer's, those with wanted tokens */
+    int64_t num_jobs, num_last_jobs;
+    int32_t *positions; /* [tokens] */
+    char *is_wanted;    /* [tokens] */
+    char *is_alone;     /* [tokens]: its row's only one */
+};
+
+/* The first half of a layer, up to what attention gives. A decoding token is placed by the jobs that
+   attend to it: they have its blocks in their caches. */
 INLINE void attend_layer(const struct model *m, const struct layer *l, const struct step *s,
-                         int64_t index, const int32_t *positions, const struct problem *p,
-                         const struct job *jobs, int64_t num_jobs, struct tile *tile) {
+                         int64_t index, const struct plan *plan, const struct problem *p,
+                         struct tile *tile) {
     int64_t qkv_width = (m->heads + 2 * m->kv_heads) * m->dim;
     struct output qkv = {l->qkv_bias, NULL, 1.0f, 0, s->qkv, qkv_width};
+    int is_last = index == m->num_layers - 1;
+    const struct job *jobs = is_last ? plan->last_jobs : plan->jobs;
+    int64_t num_jobs = is_last ? plan->num_last_jobs : plan->num_jobs;
     norm_by_team(s->x, l->attention_norm, s->normed, s->tokens, m->hidden, m->eps);
     multiply(s, s->tokens, s->normed, l->qkv, l->qkv_scales, &qkv, m->hidden, qkv_width);
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < s->tokens; t++) place_token(m, l, s, index, t, positions[t]);
-    attend_by_team(p, jobs, num_jobs, tile, 1, 1);
+    for (int64_t t = 0; t < s->tokens; t++)
+        if (!plan->is_alone[t] || (is_last && !plan->is_wanted[t]))
+            for (int64_t h = 0; h < m->kv_heads; h++)
+                place_head(m, l, s, index, t, plan->positions[t], h);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_jobs * m->kv_heads; i++) {
+        int32_t t = s->starts[jobs[i / m->kv_heads].row];
+        if (plan->is_alone[t])
+            place_head(m, l, s, index, t, plan->positions[t], i % m->kv_heads);
+        attend_job(p, jobs, num_jobs, i, tile, 1, 1);
+    }
 }
 
 /* The second half: projection and MLP, onto x. */
@@ -147,14 +169,6 @@ INLINE void answer(const struct model *m, const struct step *s, const struct tok
         multiply(s, t->num, s->normed, m->head, m->head_scales, &logits, m->hidden, m->vocab);
 }
 
-/* What is planned of a step before the threads start. */
-struct plan {
-    struct job *jobs, *last_jobs; /* of attention; of the last layer's, those with wanted tokens */
-    int64_t num_jobs, num_last_jobs;
-    int32_t *positions; /* [tokens] */
-    char *is_wanted;    /* [tokens] */
-};
-
 /* Whether everything that the step names is there. */
 static int step_fits(const struct model *m, const struct step *s) {
     for (int64_t t = 0; t < s->tokens; t++)
@@ -171,8 +185,10 @@ static void make_plan(const struct problem *p, const struct step *s, struct plan
     plan->num_jobs = make_jobs(p, s->rows, plan->jobs);
     for (int64_t i = 0; i < s->num_wanted; i++) plan->is_wanted[s->wanted[i]] = 1;
     for (int64_t row = 0; row < s->rows; row++)
-        for (int32_t t = s->starts[row]; t < s->starts[row + 1]; t++)
+        for (int32_t t = s->starts[row]; t < s->starts[row + 1]; t++) {
             plan->positions[t] = s->lens[row] - s->starts[row + 1] + t;
+            plan->is_alone[t] = s->starts[row + 1] - s->starts[row] == 1;
+        }
     plan->num_last_jobs = 0;
     for (int64_t i = 0; i < plan->num_jobs; i++) {
         const struct job *job = &plan->jobs[i];
@@ -191,13 +207,10 @@ static void run_model(const struct model *m, const struct layer *layers, const s
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < s->tokens; i++) embed_token(m, s, i);
         for (int64_t i = 0; i < m->num_layers; i++) {
-            int is_last = i == m->num_layers - 1;
             struct problem p = *shared;
             p.k = s->k_caches[i], p.v = s->v_caches[i], p.window = layers[i].window;
-            attend_layer(m, &layers[i], s, i, plan->positions, &p,
-                         is_last ? plan->last_jobs : plan->jobs,
-                         is_last ? plan->num_last_jobs : plan->num_jobs, &tile);
-            if (is_last) t = keep_wanted(m, s);
+            attend_layer(m, &layers[i], s, i, plan, &p, &tile);
+            if (i == m->num_layers - 1) t = keep_wanted(m, s);
             feed_forward(m, &layers[i], s, &t);
         }
         answer(m, s, &t);
@@ -234,11 +247,12 @@ int cb_plain_decoder(const struct model *m, const struct layer *layers, const st
     struct plan plan = {
         .jobs = malloc(2 * (s->tokens + 1) * sizeof(struct job)),
         .positions = malloc((s->tokens + 1) * sizeof(int32_t)),
-        .is_wanted = calloc(s->tokens + 1, 1),
+        .is_wanted = calloc(2 * (s->tokens + 1), 1),
     };
     int status = !plan.jobs || !plan.positions || !plan.is_wanted;
     if (!status) {
         plan.last_jobs = plan.jobs + s->tokens + 1;
+        plan.is_alone = plan.is_wanted + s->tokens + 1;
         make_plan(&shared, s, &plan);
         run_model(m, layers, s, &shared, &plan);
     }

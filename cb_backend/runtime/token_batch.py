@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, StepPlan, StepRows
 from cb_backend.errors import InternalError
 
 Ints = npt.NDArray[np.int64]
@@ -132,21 +132,19 @@ class TokenBatch:
         self._min_p[row] = params.min_p
         self._seeds[row] = admission.seed & (2**64 - 1)
 
-    def _columns(self, scheduled: tuple[ScheduledRow, ...]) -> _Columns:
-        columns = tuple(zip(*scheduled, strict=True)) or ((),) * len(ScheduledRow._fields)
-        request_ids, computed, counts, new_block_ids, samples = columns
+    def _columns(self, scheduled: StepRows) -> _Columns:
         try:
-            rows = list(map(self._row_of.__getitem__, request_ids))
+            rows = list(map(self._row_of.__getitem__, scheduled.request_ids))
         except KeyError as error:
             raise InternalError(f"{error.args[0]} is scheduled but was never admitted") from None
         return _Columns(
-            request_ids=request_ids,
+            request_ids=scheduled.request_ids,
             rows=np.array(rows, np.int64),
-            computed=np.array(computed, np.int64),
-            counts=np.array(counts, np.int64),
-            new_block_ids=new_block_ids,
-            num_new_blocks=np.array(list(map(len, new_block_ids)), np.int64),
-            samples=np.array(samples, bool),
+            computed=np.array(scheduled.num_computed_tokens, np.int64),
+            counts=np.array(scheduled.num_scheduled_tokens, np.int64),
+            new_block_ids=scheduled.new_block_ids,
+            num_new_blocks=np.array(list(map(len, scheduled.new_block_ids)), np.int64),
+            samples=np.array(scheduled.samples, bool),
         )
 
     def _check(self, columns: _Columns) -> None:

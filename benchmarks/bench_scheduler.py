@@ -1,8 +1,9 @@
 """The scheduler and the engine loop without a model: what they cost, and whether that grows.
 
-    python benchmarks/bench_scheduler.py [step|loop|growth ...]
+    python benchmarks/bench_scheduler.py [step|host|loop|growth ...]
 
 step: one schedule and one update with 512 running and 10,000 waiting requests, all policies.
+host: all that the host does for a decoding step, by phase, with 64 to 512 running.
 loop: requests and tokens a second through inbox, engine thread, output queue and async streams.
 growth: what a step costs after ever more requests have finished.
 Appends to results/scheduler.jsonl.
@@ -13,96 +14,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
+import host_step
 import record
+from cheap import BLOCK_SIZE, NUM_BLOCKS, CheapExecutor, make_request
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.policies import POLICIES, policy_of
-from cb_backend.core.request import Request
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import FinishedStep, ModelInfo, PoolResize, StepPlan, StepResult
-from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
 from cb_backend.serving.async_engine import AsyncEngine
 from cb_backend.serving.engine_client import GenerateRequest
 
 NUM_RUNNING, NUM_WAITING = 512, 10_000
-BLOCK_SIZE = 16
-NUM_BLOCKS = 100_000
-NUM_TENANTS = 20
+NUMS_RUNNING = (64, 256, 512)
 
 Results = dict[str, object]
-
-
-class CheapExecutor:
-    """Every row that samples gets token 7. Costs as little as a device could cost the host."""
-
-    def __init__(self) -> None:
-        self._info = ModelInfo(
-            model_name="cheap",
-            vocab_size=50_000,
-            max_model_len=4096,
-            eos_token_ids=(),
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            swap_costs=COPYING_IS_FREE,
-            bytes_per_block=1,
-            window=None,
-            device="none",
-            dtype="none",
-            attention="none",
-            implementation="native",
-            runs_ahead=False,
-        )
-
-    @property
-    def model_info(self) -> ModelInfo:
-        return self._info
-
-    def launch(self, plan: StepPlan) -> FinishedStep:
-        tokens = {row.request_id: (7,) for row in plan.rows if row.samples}
-        return FinishedStep(StepResult(tokens, {}))
-
-    def resize(self, change: PoolResize) -> None:
-        raise NotImplementedError
-
-    def free_bytes(self) -> int:
-        return 0
-
-    def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
-        raise NotImplementedError
-
-    def saved_digests(self, path: str) -> list[bytes]:
-        return []
-
-    def load_blocks(self, path: str, places: Sequence[tuple[int, int]]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        return
-
-
-def make_request(number: int, rng: random.Random, num_prompt: int, max_tokens: int) -> Request:
-    return Request(
-        request_id=f"{number:032x}",
-        token_ids=[rng.randrange(50_000) for _ in range(num_prompt)],
-        num_prompt_tokens=num_prompt,
-        params=SamplingParams(),
-        max_tokens=max_tokens,
-        stop_token_ids=frozenset(),
-        seed=0,
-        arrival_time=float(number),
-        tenant=f"tenant {number % NUM_TENANTS}",
-        priority=number % 3,
-        deadline=math.inf if number % 4 else 1e6 + number,
-    )
 
 
 def make_scheduler(policy: str, max_num_seqs: int = NUM_RUNNING) -> Scheduler:
@@ -154,6 +87,17 @@ def bench_step(num_steps: int = 400) -> Results:
             f"{name} {value:.3f} ms" for name, value in record.percentiles(taken).items()
         )
         print(f"step, {policy:8} {line}", flush=True)
+    return results
+
+
+def bench_host() -> Results:
+    results: Results = {}
+    for num_running in NUMS_RUNNING:
+        taken = host_step.measure(num_running)
+        total = taken.pop("step")
+        results[str(num_running)] = {"step": total, **taken}
+        phases = "  ".join(f"{phase} {us:.0f}" for phase, us in taken.items())
+        print(f"host time of a step at {num_running} running: {total:.0f} us ({phases})")
     return results
 
 
@@ -226,6 +170,7 @@ def bench_growth(num_requests: int = 200_000) -> Results:
 
 BENCHES: dict[str, Callable[[], Results]] = {
     "step": bench_step,
+    "host": bench_host,
     "loop": bench_loop,
     "growth": bench_growth,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import Admission, ModelInfo, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, ModelInfo, ScheduledRow, StepPlan, StepRows
 from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker
 from cb_backend.runtime.model_runner import ModelRunner
@@ -124,7 +124,7 @@ def serve(
         for name in done:
             del live[name]
         retired = tuple(done)
-    runner.launch(StepPlan(0, retired, (), ()))
+    runner.launch(StepPlan(0, retired, ()))
     served.seconds = time.perf_counter() - start
     served.num_output_tokens = num_tokens * len(prompts)
     return served
@@ -144,7 +144,7 @@ def _plan(live: dict[str, _Running], retired: tuple[str, ...], budget: int) -> S
             admitted.append(Admission(name, ids, len(ids), 0, _GREEDY, 0))
         samples = request.num_computed + count == len(request.token_ids)
         rows.append(ScheduledRow(name, request.num_computed, count, new_blocks, samples))
-    return StepPlan(0, retired, tuple(admitted), tuple(rows))
+    return StepPlan(0, retired, tuple(admitted), StepRows.of(*rows))
 
 
 @contextmanager

@@ -68,6 +68,10 @@ class Request:
     num_charged: int = 0  # tokens that the policy has accounted for
     device_seconds: float = 0.0  # its share of its steps, by tokens
     block_seconds: float = 0.0  # KV blocks held, times seconds of its steps
+    most_tokens: int = field(init=False)  # prompt and output, at the longest
+
+    def __post_init__(self) -> None:
+        self.most_tokens = self.num_prompt_tokens + self.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +90,7 @@ class Request:
     @property
     def ends_with_next(self) -> bool:
         """Whether the next token is the last, whatever it is."""
-        return len(self.token_ids) - self.num_prompt_tokens + 1 >= self.max_tokens
+        return len(self.token_ids) + 1 >= self.most_tokens
 
     def charge(self, device_seconds: float, step_seconds: float) -> None:
         """With its share of a step, and with the blocks that it held for all of it."""
@@ -110,7 +114,7 @@ class Request:
             token_ids.append(token_id)
             if token_id in self.stop_token_ids:
                 return tuple(token_ids[num_before:]), FinishReason.STOP
-            if len(token_ids) - self.num_prompt_tokens == self.max_tokens:
+            if len(token_ids) == self.most_tokens:
                 return tuple(token_ids[num_before:]), FinishReason.LENGTH
         return sampled, None
 

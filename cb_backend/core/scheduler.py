@@ -95,9 +95,14 @@ class Scheduler:
         sampled, failed, step = result.token_ids, result.failed, plan.step
         block_size, has_window = self.limits.block_size, self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
-        requests = self._land(plan)
-        for request, (request_id, num_computed, num_new, _, samples) in zip(
-            requests, plan.rows, strict=True
+        requests, rows = self._land(plan), plan.rows
+        for request, request_id, num_computed, num_new, samples in zip(
+            requests,
+            rows.request_ids,
+            rows.num_computed_tokens,
+            rows.num_scheduled_tokens,
+            rows.samples,
+            strict=True,
         ):
             request.device_seconds += num_new * per_token
             request.block_seconds += len(request.block_table) * seconds
@@ -136,9 +141,10 @@ class Scheduler:
         self.blocks.host.discard(out)  # what should have been copied there may not be
         per_token = seconds / max(plan.num_tokens, 1)
         events = []
-        for request, row in zip(self._land(plan), plan.rows, strict=True):
+        requests, counts = self._land(plan), plan.rows.num_scheduled_tokens
+        for request, num_new in zip(requests, counts, strict=True):
             if request.status is not RequestStatus.FINISHED:
-                request.charge(row.num_scheduled_tokens * per_token, seconds)
+                request.charge(num_new * per_token, seconds)
                 events.append(self._finish(request, plan.step, FinishReason.ERROR, now, error))
         return events
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.request import Request
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, StepPlan, StepRows
 
 
 @dataclass(slots=True)
@@ -19,9 +19,14 @@ class StepDraft:
     left: int
     preempted: set[str] = field(default_factory=set)
     partial: list[Request] = field(default_factory=list)  # could use more than they were given
-    rows: list[ScheduledRow] = field(default_factory=list)  # as they were first given something
-    requests: list[Request] = field(default_factory=list)  # whose rows these are
-    _places: dict[str, int] = field(default_factory=dict)  # in `rows`, of those that may get more
+    requests: list[Request] = field(default_factory=list)  # as they were first given something
+    # The row of each of them, as in `StepRows`.
+    request_ids: list[str] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    new_block_ids: list[tuple[int, ...]] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    _places: dict[str, int] = field(default_factory=dict)  # of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
     _admitted: list[Request] = field(default_factory=list)
@@ -31,40 +36,52 @@ class StepDraft:
         self._admitted.append(request)
         self._table_start[request.request_id] = 0
 
+    def add(self, request: Request, num_computed: int, num_new: int = 0) -> None:
+        """Its row, of a token that takes no new block, or still of none."""
+        self.requests.append(request)
+        self.request_ids.append(request.request_id)
+        self.num_computed_tokens.append(num_computed)
+        self.num_scheduled_tokens.append(num_new)
+        self.new_block_ids.append(())
+        self.samples.append(True)
+
     def give(self, request: Request, num_new: int, blocks: KVBlocks) -> None:
         """Add tokens to the request's share, and the blocks that they need."""
         request_id, num_computed = request.request_id, request.num_computed_tokens
         self.left -= num_new
         place = self._places.get(request_id)
-        if place is not None:
-            num_new += self.rows[place].num_scheduled_tokens
+        if place is None:
+            place = self._places[request_id] = len(self.requests)
+            self.add(request, num_computed)
+        num_new += self.num_scheduled_tokens[place]
         num_tokens = num_computed + num_new
         if num_tokens > len(request.block_table) * blocks.block_size:
             self._table_start.setdefault(request_id, len(request.block_table))
             blocks.grow(request, num_tokens)
         start = self._table_start.get(request_id, len(request.block_table))
         # Past all that is known: the token that the step in flight samples is this row's.
-        samples = num_computed + num_new >= len(request.token_ids)
-        new_block_ids = tuple(request.block_table[start:])
-        row = ScheduledRow(request_id, num_computed, num_new, new_block_ids, samples)
-        if place is None:
-            self._places[request_id] = len(self.rows)
-            self.rows.append(row)
-            self.requests.append(request)
-        else:
-            self.rows[place] = row
+        self.samples[place] = num_tokens >= len(request.token_ids)
+        self.num_scheduled_tokens[place] = num_new
+        self.new_block_ids[place] = tuple(request.block_table[start:])
 
     def share_of(self, request: Request) -> int:
         """Of one that was given something by `give`."""
-        return self.rows[self._places[request.request_id]].num_scheduled_tokens
+        return self.num_scheduled_tokens[self._places[request.request_id]]
 
     def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
         """Nobody's share changes any more: from here on it counts as computed."""
         copies, blocks.copies = tuple(blocks.copies), []
         admitted = tuple(_admission(request) for request in self._admitted)
         for place in self._places.values():
-            self.requests[place].num_computed_tokens += self.rows[place].num_scheduled_tokens
-        return StepPlan(step, retired, admitted, tuple(self.rows), copies)
+            self.requests[place].num_computed_tokens += self.num_scheduled_tokens[place]
+        rows = StepRows(
+            tuple(self.request_ids),
+            tuple(self.num_computed_tokens),
+            tuple(self.num_scheduled_tokens),
+            tuple(self.new_block_ids),
+            tuple(self.samples),
+        )
+        return StepPlan(step, retired, admitted, rows, copies)
 
 
 def _admission(request: Request) -> Admission:

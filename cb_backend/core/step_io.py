@@ -6,11 +6,10 @@ rank. A plan carries what changed, not the whole batch: the executor keeps a per
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from cb_backend.core.request import FinishReason, RequestCost
@@ -31,7 +30,7 @@ class Admission:
     seed: int
 
 
-class ScheduledRow(NamedTuple):  # a tuple: a step makes hundreds, see `row_of`
+class ScheduledRow(NamedTuple):
     """One request's share of the step: its next `num_scheduled_tokens` tokens.
 
     The executor knows which tokens these are: it has the admission's and those it sampled since.
@@ -44,8 +43,33 @@ class ScheduledRow(NamedTuple):  # a tuple: a step makes hundreds, see `row_of`
     samples: bool  # the step reaches the last known token, so its logits give the next one
 
 
-_num_scheduled_tokens = itemgetter(ScheduledRow._fields.index("num_scheduled_tokens"))
-row_of = partial(tuple.__new__, ScheduledRow)  # of all its fields at once, in half the time
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step, field by field: there are hundreds, and who is in a hurry wants one field
+    of all of them. Iterate for the rows themselves."""
+
+    request_ids: tuple[str, ...] = ()
+    num_computed_tokens: tuple[int, ...] = ()
+    num_scheduled_tokens: tuple[int, ...] = ()
+    new_block_ids: tuple[tuple[int, ...], ...] = ()
+    samples: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, *rows: ScheduledRow) -> StepRows:
+        return cls(*zip(*rows, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[ScheduledRow]:
+        return map(
+            ScheduledRow,
+            self.request_ids,
+            self.num_computed_tokens,
+            self.num_scheduled_tokens,
+            self.new_block_ids,
+            self.samples,
+        )
 
 
 class CopyKind(StrEnum):
@@ -80,12 +104,12 @@ class StepPlan:
     step: int
     retired: tuple[str, ...]  # leave the batch: finished, aborted, preempted or failed
     admitted: tuple[Admission, ...]  # each also has a row
-    rows: tuple[ScheduledRow, ...]  # in the order of the policy
+    rows: StepRows = StepRows()  # in the order of the policy
     copies: tuple[BlockCopy, ...] = ()  # a later one may depend on an earlier one
     num_tokens: int = field(init=False)  # of all rows
 
     def __post_init__(self) -> None:
-        num_tokens = sum(map(_num_scheduled_tokens, self.rows))
+        num_tokens = sum(self.rows.num_scheduled_tokens)
         object.__setattr__(self, "num_tokens", num_tokens)  # it is frozen
 
 
@@ -101,7 +125,7 @@ class StepResult:
     failed: dict[str, ErrorInfo]
 
 
-class TokenEvent(NamedTuple):  # a tuple, for the same reason as a row
+class TokenEvent(NamedTuple):  # a tuple: a step makes hundreds, see `event_of`
     """What one step gave one request. Exactly one event of a request has a `finish_reason`."""
 
     request_id: str

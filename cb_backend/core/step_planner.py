@@ -12,7 +12,6 @@ from cb_backend.core.request import Request, RequestStatus
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_draft import StepDraft
-from cb_backend.core.step_io import row_of
 
 
 class StepPlanner:
@@ -37,8 +36,8 @@ class StepPlanner:
         self._spend_rest(draft)
         if self._roster.policy.keeps_accounts:
             charged = self._roster.policy.charged
-            for request, row in zip(draft.requests, draft.rows, strict=True):
-                charged(request, row.num_scheduled_tokens, 0)
+            for request, num_new in zip(draft.requests, draft.num_scheduled_tokens, strict=True):
+                charged(request, num_new, 0)
         return draft
 
     def lacks(self, request: Request) -> str:
@@ -63,17 +62,16 @@ class StepPlanner:
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         num_lost = self.num_preemptions
-        rows, requests, block_size = draft.rows, draft.requests, self._limits.block_size
+        add, block_size = draft.add, self._limits.block_size
         for request in self._roster.in_order():  # who gives way leaves it at its end
             num_computed = request.num_computed_tokens
-            num_left = len(request.token_ids) - num_computed
-            if not num_left:  # the next one is on its way, and is computed unless it is the last
-                num_left = int(not request.ends_with_next)
+            num_known = len(request.token_ids)
+            # With all computed the next one is on its way, and is computed unless it is the last.
+            num_left = num_known - num_computed or int(num_known + 1 < request.most_tokens)
             if num_left == 1 and num_computed < len(request.block_table) * block_size:
                 # Hundreds pass here in every step: one token, which has its place, and for which
                 # the one that was set aside is spent.
-                rows.append(row_of((request.request_id, num_computed, 1, (), True)))
-                requests.append(request)
+                add(request, num_computed, 1)
                 request.num_computed_tokens = num_computed + 1
                 continue
             draft.left += 1  # what was set aside for it

@@ -7,6 +7,7 @@ called by the engine thread, and `fail_all` by the watchdog when that thread is 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Protocol
 
 from cb_backend.core.request import FinishReason
@@ -60,16 +61,16 @@ class OutputQueue:
 
         Returns the ids of live requests whose receiver turned out to be gone.
         """
-        batches: dict[int, tuple[Receiver, list[TokenEvent]]] = {}
+        batches: defaultdict[Receiver | None, list[TokenEvent]] = defaultdict(list)
         with self._lock:
             for event in events:
                 if event.finish_reason is None:
                     receiver = self._receivers.get(event.request_id)
                 else:
                     receiver = self._receivers.pop(event.request_id, None)
-                if receiver is not None:
-                    batches.setdefault(id(receiver), (receiver, []))[1].append(event)
-            gone = [receiver for receiver, batch in batches.values() if not receiver.deliver(batch)]
+                batches[receiver].append(event)
+            batches.pop(None, None)  # of requests that had ended already
+            gone = [r for r, batch in batches.items() if r is not None and not r.deliver(batch)]
         return [request_id for receiver in gone for request_id in self.request_ids_of(receiver)]
 
     def fail_all(self, error: CBError, *, step: int, now: float, final: bool) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
@@ -19,6 +20,8 @@ STEP_LOG_LENGTH = 4096
 MOST_TENANTS = 256  # that are counted by name
 OTHER_TENANTS = "(other)"  # no tenant can have this name
 
+_token_ids = attrgetter("token_ids")
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -27,7 +30,8 @@ class StepRecord:
     step: int
     time: float  # seconds, the engine's clock, when it ended
     seconds: float  # how long it took, scheduling included, or since the end of the one before
-    rows: tuple[tuple[str, int], ...]  # (request_id, num_scheduled_tokens), oldest request first
+    request_ids: tuple[str, ...]  # of its rows, in the order of the policy
+    num_scheduled_tokens: tuple[int, ...]  # of each; two tuples a step, since thousands are kept
     num_running: int
     num_waiting: int
     blocks_in_use: int
@@ -36,7 +40,12 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.rows)
+        return sum(self.num_scheduled_tokens)
+
+    @property
+    def rows(self) -> tuple[tuple[str, int], ...]:
+        """(request_id, num_scheduled_tokens)"""
+        return tuple(zip(self.request_ids, self.num_scheduled_tokens, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,8 @@ class StatsRecorder:
                 step=plan.step,
                 time=ended,
                 seconds=ended - started,
-                rows=tuple((row.request_id, row.num_scheduled_tokens) for row in plan.rows),
+                request_ids=plan.rows.request_ids,
+                num_scheduled_tokens=plan.rows.num_scheduled_tokens,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
                 blocks_in_use=scheduler.blocks.pool.num_in_use,
@@ -123,8 +133,8 @@ class StatsRecorder:
         self._preemptions_before = launched.num_preemptions
 
     def record_events(self, events: Sequence[TokenEvent]) -> None:
+        self.generated_tokens += sum(map(len, map(_token_ids, events)))
         for event in events:
-            self.generated_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 self.finished[event.finish_reason] += 1
                 # One that was refused has never arrived.

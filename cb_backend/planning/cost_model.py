@@ -49,7 +49,12 @@ class StepWork:
     @staticmethod
     def of_plan(plan: StepPlan) -> StepWork:
         return StepWork.of(
-            (row.num_computed_tokens, row.num_scheduled_tokens, row.samples) for row in plan.rows
+            zip(
+                plan.rows.num_computed_tokens,
+                plan.rows.num_scheduled_tokens,
+                plan.rows.samples,
+                strict=True,
+            )
         )
 
 

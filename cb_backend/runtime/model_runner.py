@@ -26,6 +26,7 @@ from cb_backend.core.step_io import (
     ScheduledRow,
     StepPlan,
     StepResult,
+    StepRows,
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
 from cb_backend.errors import ModelError
@@ -175,11 +176,11 @@ class ModelRunner:
         admission = Admission("warm-up", (0,) * num_tokens, num_tokens, 0, params, 0)
         chunk = ScheduledRow("warm-up", 0, num_tokens - 1, blocks, False)
         token = ScheduledRow("warm-up", num_tokens - 1, 1, (), True)
-        rows = [(chunk,), (token,)] if num_tokens > 1 else [(token,)]
+        rows = [StepRows.of(row) for row in ((chunk, token) if num_tokens > 1 else (token,))]
         result = self.launch(StepPlan(0, (), (admission,), rows[0])).result()
         for later in rows[1:]:
             result = self.launch(StepPlan(0, (), (), later)).result()
-        self.launch(StepPlan(0, ("warm-up",), (), ()))
+        self.launch(StepPlan(0, ("warm-up",), ()))
         if result.failed:
             raise ModelError(
                 f"its logits in {self._info.dtype} are not finite numbers: the weights are damaged,"

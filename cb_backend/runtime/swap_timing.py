@@ -17,6 +17,7 @@ from cb_backend.core.step_io import (
     PendingStep,
     ScheduledRow,
     StepPlan,
+    StepRows,
 )
 from cb_backend.core.swap_costs import SwapCosts
 
@@ -57,8 +58,10 @@ def _time_token(runner: Timed, info: ModelInfo) -> float:
     admission = Admission("measure", (0,) * num_tokens, num_tokens, 0, params, 0)
     # It samples, so that the answer is awaited on a device that works in the background.
     row = ScheduledRow("measure", 0, num_tokens, blocks, True)
-    seconds = _fastest(lambda: runner.launch(StepPlan(0, (), (admission,), (row,))).result())
-    runner.launch(StepPlan(0, ("measure",), (), ())).result()
+    seconds = _fastest(
+        lambda: runner.launch(StepPlan(0, (), (admission,), StepRows.of(row))).result()
+    )
+    runner.launch(StepPlan(0, ("measure",), ())).result()
     return seconds / num_tokens
 
 

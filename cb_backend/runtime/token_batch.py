@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, StepPlan, StepRows
 from cb_backend.errors import InternalError
 from cb_backend.runtime.row_edits import EditedRows, Ints, RowEdits
 
@@ -49,6 +49,19 @@ class StepInputs:
     request_ids: list[str]  # [R]
     sampling: SamplingRows
     edits: EditedRows | None = None  # None: no row's logits are edited
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A plan's rows, S of each: a step has hundreds, and numpy has no time for one of them."""
+
+    request_ids: tuple[str, ...]
+    rows: Ints  # of the batch
+    computed: Ints
+    counts: Ints  # of scheduled tokens
+    new_block_ids: tuple[tuple[int, ...], ...]
+    num_new_blocks: Ints
+    samples: npt.NDArray[np.bool_]
 
 
 class TokenBatch:
@@ -91,8 +104,9 @@ class TokenBatch:
             # Still here if the step that should have retired it failed.
             self._retire(admission.request_id)
             self._admit(admission)
-        fresh = [block_id for row in plan.rows for block_id in self._extend(row)]
-        return self._gather(plan.rows, fresh)
+        columns = self._columns(plan.rows)
+        self._check(columns)
+        return self._gather(columns, self._extend(columns))
 
     def rename_blocks(self, moved: Mapping[int, int]) -> None:
         """The contents of some blocks now lie in others."""
@@ -129,46 +143,71 @@ class TokenBatch:
         self._seeds[row] = admission.seed & (2**64 - 1)
         self._edits.admit(row, admission, self._token_ids[row, :num_tokens])
 
-    def _extend(self, scheduled: ScheduledRow) -> tuple[int, ...]:
-        """Append the row's new blocks; those of them that hold none of its tokens yet."""
-        row = self._row_of.get(scheduled.request_id)
-        if row is None:
-            raise InternalError(f"{scheduled.request_id} is scheduled but was never admitted")
-        start = int(self._num_blocks[row])
-        end = start + len(scheduled.new_block_ids)
-        seq_len = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-        if seq_len > self._num_tokens[row] or seq_len > end * self._block_size:
-            raise InternalError(
-                f"{scheduled.request_id} would have {seq_len} computed tokens, with"
-                f" {self._num_tokens[row]} known and {end} blocks of {self._block_size}"
-            )
-        oldest = max(scheduled.num_computed_tokens, self._num_given[row])  # that was sampled
-        if oldest < self._num_tokens[row] - 1:
-            raise InternalError(f"{scheduled.request_id} needs more than its last sampled token")
-        if end > self._block_table.shape[1]:
-            raise InternalError(f"{scheduled.request_id} has {end} blocks, more than a row holds")
-        self._block_table[row, start:end] = scheduled.new_block_ids
-        self._num_blocks[row] = end
-        num_filled = -(-scheduled.num_computed_tokens // self._block_size)
-        return scheduled.new_block_ids[max(0, num_filled - start) :]
+    def _columns(self, scheduled: StepRows) -> _Columns:
+        try:
+            rows = list(map(self._row_of.__getitem__, scheduled.request_ids))
+        except KeyError as error:
+            raise InternalError(f"{error.args[0]} is scheduled but was never admitted") from None
+        return _Columns(
+            request_ids=scheduled.request_ids,
+            rows=np.array(rows, np.int64),
+            computed=np.array(scheduled.num_computed_tokens, np.int64),
+            counts=np.array(scheduled.num_scheduled_tokens, np.int64),
+            new_block_ids=scheduled.new_block_ids,
+            num_new_blocks=np.array(list(map(len, scheduled.new_block_ids)), np.int64),
+            samples=np.array(scheduled.samples, bool),
+        )
 
-    def _gather(self, scheduled: tuple[ScheduledRow, ...], fresh: list[int]) -> StepInputs:
+    def _check(self, columns: _Columns) -> None:
+        """Before anything of the step is written down."""
+        seq_lens, num_tokens = columns.computed + columns.counts, self._num_tokens[columns.rows]
+        num_blocks = self._num_blocks[columns.rows] + columns.num_new_blocks
+        oldest = np.maximum(columns.computed, self._num_given[columns.rows])  # that was sampled
+        most_blocks = self._block_table.shape[1]
+        fits = (
+            (seq_lens <= np.minimum(num_tokens, num_blocks * self._block_size))
+            & (oldest >= num_tokens - 1)
+            & (num_blocks <= most_blocks)
+        )
+        if fits.all():
+            return
+        first = int(fits.argmin())
+        request_id, known, held = columns.request_ids[first], num_tokens[first], num_blocks[first]
+        if seq_lens[first] > min(known, held * self._block_size):
+            raise InternalError(
+                f"{request_id} would have {seq_lens[first]} computed tokens, with"
+                f" {known} known and {held} blocks of {self._block_size}"
+            )
+        if held > most_blocks:
+            raise InternalError(f"{request_id} has {held} blocks, more than a row holds")
+        raise InternalError(f"{request_id} needs more than its last sampled token")
+
+    def _extend(self, columns: _Columns) -> list[int]:
+        """Append the rows' new blocks; those of them that hold none of their row's tokens yet."""
+        fresh: list[int] = []
+        for i in np.flatnonzero(columns.num_new_blocks).tolist():
+            row, new_block_ids = columns.rows[i], columns.new_block_ids[i]
+            start = int(self._num_blocks[row])
+            end = start + len(new_block_ids)
+            self._block_table[row, start:end] = new_block_ids
+            self._num_blocks[row] = end
+            num_filled = -(-int(columns.computed[i]) // self._block_size)
+            fresh += new_block_ids[max(0, num_filled - start) :]
+        return fresh
+
+    def _gather(self, columns: _Columns, fresh: list[int]) -> StepInputs:
         # Rows of one token first, longest first: attention gathers rows of like length together,
         # and finds them side by side.
-        ordered = sorted(
-            scheduled, key=lambda row: (row.num_scheduled_tokens > 1, -row.num_computed_tokens)
-        )
-        rows = np.array([self._row_of[row.request_id] for row in ordered], np.int64)
-        computed = np.array([row.num_computed_tokens for row in ordered], np.int64)
-        counts = np.array([row.num_scheduled_tokens for row in ordered], np.int64)
+        order = np.lexsort((-columns.computed, columns.counts > 1))
+        rows, computed, counts = columns.rows[order], columns.computed[order], columns.counts[order]
         query_start_loc = np.concatenate(([0], np.cumsum(counts)))  # [S + 1]
         token_rows = np.repeat(rows, counts)  # [T]
         positions = np.arange(query_start_loc[-1]) + np.repeat(
             computed - query_start_loc[:-1], counts
         )
         blocks, offsets = np.divmod(positions, self._block_size)
-        samples = np.array([row.samples for row in ordered], bool)
-        sampling_rows, sampled_positions = rows[samples], (computed + counts)[samples]
+        samples, seq_lens = columns.samples[order], computed + counts
+        sampling_rows, sampled_positions = rows[samples], seq_lens[samples]
         self._num_tokens[sampling_rows] += 1
         sampled = np.flatnonzero(positions >= self._num_given[token_rows])
         return StepInputs(
@@ -179,12 +218,12 @@ class TokenBatch:
             slot_mapping=self._block_table[token_rows, blocks].astype(np.int64) * self._block_size
             + offsets,
             query_start_loc=query_start_loc,
-            seq_lens=computed + counts,
+            seq_lens=seq_lens,
             block_table=self._block_table[rows, : int(self._num_blocks[rows].max(initial=1))],
             fresh_block_ids=fresh,
             batch_rows=sampling_rows,
             logit_tokens=query_start_loc[1:][samples] - 1,
-            request_ids=[row.request_id for row in ordered if row.samples],
+            request_ids=[columns.request_ids[i] for i in order[samples].tolist()],
             sampling=self._sampling(sampling_rows, sampled_positions),
             edits=self._edits.gather(sampling_rows, sampled_positions),
         )

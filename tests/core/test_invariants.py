@@ -15,7 +15,7 @@ from cb_backend.core.invariants import (
 )
 from cb_backend.core.request import RequestStatus
 from cb_backend.core.scheduler import Scheduler
-from cb_backend.core.step_io import StepPlan
+from cb_backend.core.step_io import StepPlan, StepRows
 from cb_backend.errors import InvariantError
 from tests.core.driver import Driver, make_limits
 from tests.fakes import make_request
@@ -140,20 +140,21 @@ def test_seats_taken_twice_are_seen() -> None:
 
 
 def over_budget(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    rows = tuple(row._replace(num_scheduled_tokens=30) for row in plan.rows)
-    return replace(plan, rows=rows)
+    rows = (row._replace(num_scheduled_tokens=30) for row in plan.rows)
+    return replace(plan, rows=StepRows.of(*rows))
 
 
 def nothing_scheduled(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    return replace(plan, rows=())
+    return replace(plan, rows=StepRows())
 
 
 def one_left_out(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    return replace(plan, rows=plan.rows[:1])
+    return replace(plan, rows=StepRows.of(next(iter(plan.rows))))
 
 
 def writes_a_shared_block(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
-    return replace(plan, rows=(plan.rows[0]._replace(num_computed_tokens=0), *plan.rows[1:]))
+    first, *others = plan.rows
+    return replace(plan, rows=StepRows.of(first._replace(num_computed_tokens=0), *others))
 
 
 def table_too_short(scheduler: Scheduler, plan: StepPlan) -> StepPlan:

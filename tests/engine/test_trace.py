@@ -18,7 +18,9 @@ def record(step: int, *rows: tuple[str, int], **fields: Any) -> StepRecord:
         "num_preemptions": 0,
         "num_copies": {},
     }
-    return StepRecord(step=step, time=float(step), seconds=0.1, rows=rows, **(values | fields))
+    values["request_ids"] = tuple(request_id for request_id, _ in rows)
+    values["num_scheduled_tokens"] = tuple(count for _, count in rows)
+    return StepRecord(step=step, time=float(step), seconds=0.1, **(values | fields))
 
 
 def events_of(records: Sequence[StepRecord], kind: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepResult
+from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepResult, StepRows
 from cb_backend.runtime.model_runner import ModelRunner, load_model_runner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -106,7 +106,7 @@ class Driver:
                 sequence.num_tabled = 0
             rows.append(self._row(sequence, count))
             scheduled.append((sequence, count))
-        plan = StepPlan(self._step, tuple(self._retire), tuple(admitted), tuple(rows))
+        plan = StepPlan(self._step, tuple(self._retire), tuple(admitted), StepRows.of(*rows))
         self._retire = []
         self._step += 1
         result = self.runner.launch(plan).result()

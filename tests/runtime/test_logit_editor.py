@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepRows
 from cb_backend.runtime.host_logit_editor import HostLogitEditor
 from cb_backend.runtime.logit_editor import DeviceLogitEditor, LogitEditor
 from cb_backend.runtime.staging import stage
@@ -75,7 +75,9 @@ class Rows:
             token_ids, computed = self.live[name]
             blocks = () if computed else (0,)
             rows.append(ScheduledRow(name, computed, len(token_ids) - computed, blocks, True))
-        inputs = self.batch.apply(StepPlan(0, tuple(self.retired), tuple(self.admitted), (*rows,)))
+        inputs = self.batch.apply(
+            StepPlan(0, tuple(self.retired), tuple(self.admitted), StepRows.of(*rows))
+        )
         self.retired, self.admitted = [], []
         order = [list(sampled).index(name) for name in inputs.request_ids]
         logits = logits[order]
@@ -214,7 +216,8 @@ def test_a_step_of_plain_rows_stays_as_it_is(new_rows: NewRows) -> None:
     rows.admit("penalized", ALL, prompt_of(1))
     rows.admit("plain", PLAIN, prompt_of(1))
     plan = StepPlan(
-        0, (), tuple(rows.admitted), (ScheduledRow("plain", 0, len(prompt_of(1)), (0,), True),)
+        *(0, (), tuple(rows.admitted)),
+        StepRows.of(ScheduledRow("plain", 0, len(prompt_of(1)), (0,), True)),
     )
     step = stage(rows.batch.apply(plan), HostStreams(), for_triton=True)
     assert (step.inputs.edits, step.edits) == (None, None)

@@ -184,7 +184,7 @@ def test_an_empty_plan_only_retires(llama_runner: ModelRunner) -> None:
     driver = Driver(llama_runner)
     driver.add("gone", PROMPTS[1])
     driver.step()
-    result = llama_runner.launch(StepPlan(9, ("gone",), (), ())).result()
+    result = llama_runner.launch(StepPlan(9, ("gone",), ())).result()
     assert (result.token_ids, result.failed) == ({}, {})
     with pytest.raises(InternalError, match="never admitted"):
         driver.step()

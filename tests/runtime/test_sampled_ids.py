@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepRows
 from cb_backend.runtime.sampled_ids import SampledIds, SampledStep
 from cb_backend.runtime.staging import StagedStep, stage
 from cb_backend.runtime.streams import HostStreams
@@ -23,9 +23,9 @@ def two_steps() -> tuple[StagedStep, StagedStep]:
         for name, length in (("a", 2), ("b", 3))
     )
     rows = (ScheduledRow("a", 0, 2, (0,), True), ScheduledRow("b", 0, 3, (1,), True))
-    first = batch.apply(StepPlan(1, (), admitted, rows))
+    first = batch.apply(StepPlan(1, (), admitted, StepRows.of(*rows)))
     rows = (ScheduledRow("a", 2, 1, (), True), ScheduledRow("b", 3, 1, (), True))
-    second = batch.apply(StepPlan(2, (), (), rows))
+    second = batch.apply(StepPlan(2, (), (), StepRows.of(*rows)))
     first, second = (stage(inputs, HostStreams(), for_triton=False) for inputs in (first, second))
     return first, second
 

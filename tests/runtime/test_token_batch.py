@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan
+from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepRows
 from cb_backend.errors import InternalError
 from cb_backend.runtime.token_batch import StepInputs, TokenBatch
 
@@ -24,7 +24,7 @@ def apply(
     admitted: tuple[Admission, ...] = (),
     retired: tuple[str, ...] = (),
 ) -> StepInputs:
-    return batch.apply(StepPlan(0, retired, admitted, rows))
+    return batch.apply(StepPlan(0, retired, admitted, StepRows.of(*rows)))
 
 
 def test_inputs_are_ragged_with_single_tokens_first_and_longest_first() -> None:

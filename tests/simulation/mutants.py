@@ -160,14 +160,14 @@ MUTANTS = (
     Mutant(
         "a row samples before its last token",
         "cb_backend.core.step_draft",
-        "samples = num_computed + num_new >= len(request.token_ids)",
-        "samples = num_computed + num_new >= len(request.token_ids) - 1",
+        "self.samples[place] = num_tokens >= len(request.token_ids)",
+        "self.samples[place] = num_tokens >= len(request.token_ids) - 1",
     ),
     Mutant(
         "new blocks are sent again",
         "cb_backend.core.step_draft",
-        "new_block_ids = tuple(request.block_table[start:])",
-        "new_block_ids = tuple(request.block_table[:] if request.block_table[start:] else ())",
+        "= tuple(request.block_table[start:])",
+        "= tuple(request.block_table[:] if request.block_table[start:] else ())",
     ),
     Mutant(
         "the executor is not told who left",
@@ -208,8 +208,8 @@ MUTANTS = (
     Mutant(
         "one token too many",
         "cb_backend.core.request",
-        "if len(token_ids) - self.num_prompt_tokens == self.max_tokens:",
-        "if len(token_ids) - self.num_prompt_tokens == self.max_tokens + 1:",
+        "if len(token_ids) == self.most_tokens:",
+        "if len(token_ids) == self.most_tokens + 1:",
     ),
     Mutant(
         "a shrink forgets to move a table",

@@ -64,15 +64,15 @@ MUTANTS_AHEAD = (
     ),
     Mutant(
         "a request runs on past its last token",
-        "cb_backend.core.request",
-        "return len(self.token_ids) - self.num_prompt_tokens + 1 >= self.max_tokens",
-        "return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens",
+        "cb_backend.core.step_planner",
+        "int(num_known + 1 < request.most_tokens)",
+        "int(num_known < request.most_tokens)",
     ),
     Mutant(
         "a row whose token is on its way does not sample",
         "cb_backend.core.step_draft",
-        "samples = num_computed + num_new >= len(request.token_ids)",
-        "samples = num_computed + num_new == len(request.token_ids)",
+        "self.samples[place] = num_tokens >= len(request.token_ids)",
+        "self.samples[place] = num_tokens == len(request.token_ids)",
     ),
     Mutant(
         "a step that could not be launched is taken for one in flight",

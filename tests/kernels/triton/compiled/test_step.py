@@ -167,7 +167,7 @@ def test_copies_of_blocks_are_not_waited_for(
     copies = (BlockCopy(out, 0, 1), BlockCopy(fork, 1, 2), BlockCopy(back, 1, 3))
     runner._copier.run(copies)
     assert streams.num_reads == 1
-    assert runner.launch(StepPlan(9, ("a",), (), ())).result().token_ids == {}
+    assert runner.launch(StepPlan(9, ("a",), ())).result().token_ids == {}
 
 
 def test_a_planted_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ class StepAttention:
 
     @property
     def paged(self) -> PagedStep | None:
-        if not self._cache.is_paired:
+        if self._cache.paired is None:
             return None
-        return PagedStep(self._cache.layers, self._batch, self._slot_mapping)
+        return PagedStep(self._cache.paired, self._batch, self._slot_mapping)
 
     @property
     def fused(self) -> HeadsAttention | None:

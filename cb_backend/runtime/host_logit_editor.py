@@ -10,7 +10,8 @@ from cb_backend.runtime.staging import StagedStep
 
 
 class HostLogitEditor:
-    """Implements `logit_editor.LogitEditor`. Nothing here has the size of the vocabulary."""
+    """Implements `logit_editor.LogitEditor`. What is counted has the size of the texts, not of the
+    vocabulary; a step with an edited row copies its logits to float32."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

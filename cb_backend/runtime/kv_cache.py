@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from cb_kernels import can_pair, paired_views, uses_triton
+from cb_kernels import PairedCaches, can_pair, paired_views, uses_triton
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -80,6 +80,8 @@ class KVCache:
             ones = torch.ones(geometry.num_kv_heads, device=device)
             self.scales = (ones, ones)
         self.layers = self._layers()
+        # The same for a whole decoder in one call; None: it cannot be had.
+        self.paired = PairedCaches(self.layers) if self.is_paired else None
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks before their new owner writes them.
@@ -102,12 +104,13 @@ class KVCache:
         shape, device = list(self.pool.shape), self.pool.device
         shape[self.block_dim] = num_blocks
         dtype = self.pool.dtype
-        del self.pool, self.layers
+        del self.pool, self.layers, self.paired
         if device.type == "cuda":
             torch.cuda.empty_cache()
         self.pool = torch.empty(shape, dtype=dtype, device=device)
         self.pool.narrow(self.block_dim, 0, num_kept).copy_(kept)
         self.layers = self._layers()
+        self.paired = PairedCaches(self.layers) if self.is_paired else None
 
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer as [N, block_size, H_kv, D] or the views of a paired cache."""

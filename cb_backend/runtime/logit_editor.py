@@ -33,10 +33,11 @@ class LogitEditor(Protocol):
 
 class DeviceLogitEditor:
     """Implements `LogitEditor` by a kernel. Takes memory when a row is first penalized, and for
-    the batch's rows up to the last that ever was."""
+    the batch's rows up to twice the last that ever was, at most for all."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
         self._device = device
         # Of row after row of the batch: how often it has generated each token, and its prompt.
         self._counts = self._zeros(0, vocab_size)  # [G, V]
@@ -61,7 +62,9 @@ class DeviceLogitEditor:
 
     def _begin(self, edits: StagedEdits) -> None:
         if (missing := edits.num_rows - len(self._counts)) > 0:
-            more = max(missing, len(self._counts))  # doubled, as each growth copies all
+            # Doubled, as each growth copies all.
+            more = min(2 * len(self._counts), self._max_num_seqs) - len(self._counts)
+            more = max(missing, more)
             self._counts = torch.cat((self._counts, self._zeros(more, self._vocab_size)))
             self._prompts = torch.cat((self._prompts, self._zeros(more, self._prompts.shape[1])))
         self._counts.index_fill_(0, edits.first_rows, 0)

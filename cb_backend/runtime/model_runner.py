@@ -101,7 +101,7 @@ class ModelRunner:
         self._deterministic = config.deterministic
         self._sampled = SampledIds(config.max_num_seqs, device)
         self._editor: LogitEditor = (
-            DeviceLogitEditor(info.vocab_size, device)
+            DeviceLogitEditor(info.vocab_size, config.max_num_seqs, device)
             if uses_triton(self._cache.pool)
             else HostLogitEditor(info.vocab_size)
         )

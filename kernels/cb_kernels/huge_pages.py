@@ -40,7 +40,7 @@ class HugePages:
 def _chunk(num_bytes: int) -> Tensor:
     # Not by torch: the request has to come before the first touch, and at a huge page's start.
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without them
+    with contextlib.suppress(OSError, AttributeError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[-whole.data_ptr() % _HUGE :]

@@ -7,6 +7,7 @@ to transformers elsewhere.
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ NUM_TOKENS = 20
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 15, 16, 17, 40, 63)]
 MODELS = [
     TinyModel("llama", "llama", {"head_dim": 16}),
+    TinyModel("in-one-call", "llama", {"head_dim": 32, "intermediate_size": 96}),
     TinyModel("mistral-window", "mistral", {"head_dim": 16, "sliding_window": 19}),
 ]
 
@@ -96,6 +98,15 @@ def test_after_preemption(folder: Path, expected: list[list[int]], num_host_kv_b
 def test_while_the_pool_shrinks_and_grows(folder: Path, expected: list[list[int]]) -> None:
     engine = start(folder, num_kv_blocks=40, max_model_len=96, num_host_kv_blocks=6)
     assert run(engine, PROMPTS, sizes=(8, 40, 9)) == expected
+
+
+def test_a_resized_pool_does_not_keep_the_old_one(folder: Path) -> None:
+    engine = start(folder)
+    run(engine, PROMPTS[:1])
+    assert isinstance(engine.executor, ModelRunner)
+    old = [weakref.ref(view) for layer in engine.executor._cache.layers for view in layer]
+    resize_kv_pool(engine, 20)
+    assert not any(view() is not None for view in old)
 
 
 def test_choices_that_share_a_prompt(folder: Path, expected: list[list[int]]) -> None:

@@ -104,7 +104,7 @@ def new_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cb_kernels, "edit_logits", by_reference)
     if request.param == "host":
         return lambda: Rows(HostLogitEditor(VOCAB_SIZE))
-    return lambda: Rows(DeviceLogitEditor(VOCAB_SIZE, torch.device("cpu")))
+    return lambda: Rows(DeviceLogitEditor(VOCAB_SIZE, 8, torch.device("cpu")))
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -229,7 +229,7 @@ def test_the_device_keeps_nothing_for_rows_that_nobody_penalizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cb_kernels, "edit_logits", by_reference)
-    editor = DeviceLogitEditor(VOCAB_SIZE, torch.device("cpu"))
+    editor = DeviceLogitEditor(VOCAB_SIZE, 8, torch.device("cpu"))
     rows = Rows(editor)
     rows.admit("plain", PLAIN, prompt_of(1))
     rows.admit("biased", BIAS, prompt_of(1))
@@ -238,6 +238,10 @@ def test_the_device_keeps_nothing_for_rows_that_nobody_penalizes(
     rows.admit("penalized", REPETITION, prompt_of(1))
     rows.step(random_logits(1), {"penalized": 1})
     assert editor._counts.shape == (3, VOCAB_SIZE)
+    for place in range(5):  # of the 8 rows that the batch has
+        rows.admit(f"penalized {place}", REPETITION, prompt_of(1))
+        rows.step(random_logits(1), {f"penalized {place}": 1})
+    assert editor._counts.shape == (8, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])

@@ -59,7 +59,7 @@ class Attention(Protocol):
 
     @property
     def paged(self) -> PagedStep | None:
-        """The step's rows where a `LayerStack` can run on them."""
+        """The step's rows where a `PlainDecoder` can run on them."""
         ...
 
     def attend(

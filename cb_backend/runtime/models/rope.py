@@ -19,7 +19,10 @@ _FIRST_POSITIONS = 1024  # that a table begins with; it doubles
 
 
 class Rope:
-    """cos and sin of a step's positions, shaped to turn [T, H, D] in three operations."""
+    """cos and sin of a step's positions, shaped to turn [T, H, D] in three operations.
+
+    On a CPU they come from a table of the first positions, which grows.
+    """
 
     def __init__(
         self,

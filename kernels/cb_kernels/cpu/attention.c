@@ -43,7 +43,7 @@ struct fetch {
 };
 
 /* What is fetched of a later job while a block of this one is multiplied, as far on in its keys.
-   Not just those keys' bytes, K lies across its block; but as many, and all in the end. NULL: none.
+   Not just those keys' bytes, K lies across its block; but about as many. NULL: none.
  */
 INLINE const char *block_ahead(const struct problem *p, const void *cache, const struct fetch *later,
                                int done) {
@@ -57,7 +57,8 @@ INLINE const char *block_ahead(const struct problem *p, const void *cache, const
 INLINE void score_paired(struct tile *t, const struct problem *p, int row, int head, int start,
                          int num, int queries, const struct fetch *later, int done) {
     int depth = (int)p->dim / 2, block_size = (int)p->block_size;
-    int lines = block_size / LANES < MOST_LINES ? block_size / LANES : MOST_LINES;
+    int all_lines = (block_size < KEYS ? block_size : KEYS) / LANES;
+    int lines = lines_of_each(all_lines, (queries + MAX_ROWS - 1) / MAX_ROWS);
     for (int i = 0, part; i < num; i += part) {
         part = keys_in_block(p, start + i, num - i);
         const char *ahead = block_ahead(p, p->k, later, done + i);
@@ -70,7 +71,8 @@ INLINE void score_paired(struct tile *t, const struct problem *p, int row, int h
 
 INLINE void add_paired_values(struct tile *t, const struct problem *p, int row, int head, int start,
                               int num, int queries, const struct fetch *later, int done) {
-    int dim = (int)p->dim;
+    int dim = (int)p->dim, all_lines = dim / LANES < MOST_LINES ? dim / LANES : MOST_LINES;
+    int lines = lines_of_each(all_lines, (queries + MAX_ROWS - 1) / MAX_ROWS);
     for (int i = 0, part; i < num; i += part) {
         part = keys_in_block(p, start + i, num - i);
         const uint32_t *weights = t->weights + i / 2;
@@ -78,7 +80,7 @@ INLINE void add_paired_values(struct tile *t, const struct problem *p, int row, 
                             (start + i) % p->block_size / 2 * dim;
         const char *ahead = block_ahead(p, p->v, later, done + i);
         product_and_fetch(weights, KEYS / 2, v, dim, t->sums, dim, queries, dim / LANES, part / 2,
-                          1, 1, ahead, ahead ? MOST_LINES : 0);
+                          1, 1, ahead, ahead ? lines : 0);
         if (part % 2) { /* the last key's partner is nobody's yet: zero times NaN would be NaN */
             for (int d = 0; d < dim; d++) t->v[d] = v[part / 2 * dim + d] & 0xffff;
             product(weights + part / 2, KEYS / 2, t->v, dim, t->sums, dim, queries, dim / LANES, 1,
@@ -126,7 +128,7 @@ INLINE void attend_tile(struct tile *t, const struct problem *p, const struct jo
 }
 
 INLINE void attend(struct tile *t, const struct problem *p, const struct job *job, int head,
-                   int bf16, int pairs, int paired, struct fetch *later) {
+                   int bf16, int pairs, int paired, const struct fetch *later) {
     int group = (int)(p->heads / p->kv_heads), dim = (int)p->dim;
     int queries = job->count * group, start, stop;
     int64_t token = p->starts[job->row] + job->first;

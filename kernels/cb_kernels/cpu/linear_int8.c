@@ -28,7 +28,7 @@
 #define MOST_INT8_ROWS 96  /* of a job: its float sums are 24 KiB */
 #define LEAST_INT8_ROWS 24
 #define INT8_JOBS 6        /* for each thread at least, so that the last ones end together */
-#define INT8_AHEAD 2048    /* bytes, as in linear.c */
+#define INT8_FETCHED_AHEAD 2048    /* bytes */
 #define SMALLEST 1e-30f    /* a group of no larger x is one of zeros */
 
 /* x as bytes: for each row its groups' bytes, then their scales, then where their sums start; in all
@@ -199,7 +199,7 @@ static void multiply_int8_panel(const struct rounded *r, const struct int8_weigh
             int from = rows * block / blocks, to = rows * (block + 1) / blocks;
             int64_t fetched = at * 4 + block * num_groups * GROUP_DWORDS * LINE * lines;
             any_int8_block(to - from, num / LANES, r, start + from, g, num_groups, panel + at,
-                           sums + from * COLUMNS, ahead + fetched, block < MOST_LINES ? lines : 0);
+                           sums + from * COLUMNS, ahead + fetched, block * lines < MOST_LINES ? lines : 0);
         }
     }
     for (int i = 0; i < rows; i++) finish_int8(o, w, sums + i * COLUMNS, start + i, first, num);
@@ -222,7 +222,7 @@ static void multiply_few_int8_rows(const struct rounded *r, const struct int8_we
         const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
         int lines = stop - from == COLUMNS ? MOST_LINES : 0;
         own += from % COLUMNS;
-        multiply_int8_panel(r, w, own, (const char *)own + INT8_AHEAD, lines, 0, num_rows, from,
+        multiply_int8_panel(r, w, own, (const char *)own + INT8_FETCHED_AHEAD, lines, 0, num_rows, from,
                             (int)(stop - from), o);
         from = stop;
     }
@@ -240,10 +240,12 @@ static void multiply_many_int8_rows(const struct rounded *r, const struct int8_w
         int num = num_out - first < COLUMNS ? (int)(num_out - first) : COLUMNS;
         /* The panel that this thread will want next, if the others are as fast. */
         int64_t next = panel + omp_get_num_threads();
+        int fetches = part == 0 && next < num_panels;
         int blocks = (int)(stop - start + INT8_ROWS - 1) / INT8_ROWS;
-        int lines = part || next >= num_panels ? 0 : (blocks + MOST_LINES - 1) / blocks;
-        multiply_int8_panel(r, w, w->panels + panel * size, (const char *)(w->panels + next * size),
-                            lines, start, stop, first, num, o);
+        multiply_int8_panel(r, w, w->panels + panel * size,
+                            (const char *)(w->panels + (fetches ? next : panel) * size),
+                            fetches ? (MOST_LINES + blocks - 1) / blocks : 0, start, stop, first,
+                            num, o);
     }
 }
 

@@ -111,7 +111,8 @@ struct plan {
 };
 
 /* The first half of a layer, up to what attention gives. A decoding token is placed by the jobs that
-   attend to it: they have its blocks in their caches. */
+   attend to it, into a block that has been fetched for them. No other row may read the block that a
+   row writes to: rows share only whole blocks that an earlier step has filled. */
 INLINE void attend_layer(const struct model *m, const struct layer *l, const struct step *s,
                          int64_t index, const struct plan *plan, const struct problem *p,
                          struct tile *tile) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -31,11 +31,31 @@ from cb_kernels.ragged import RaggedBatch
 from cb_kernels.shapes import shape_text
 
 
+class PairedCaches:
+    """K and V of each layer, all of one shape and order, and where they lie."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`layers`: see `paired_views`. Raises ValueError for others."""
+        k_first, v_first = self._first = layers[0]
+        check_paired(k_first, v_first)
+        for pair in layers:
+            for cache, first in zip(pair, self._first, strict=True):
+                if (cache.shape, cache.stride()) != (first.shape, first.stride()):
+                    raise ValueError(f"not all caches are like {_text(first)}: {_text(cache)}")
+                if cache.dtype != torch.bfloat16:
+                    raise ValueError(f"the caches must be bfloat16: {_text(cache)}")
+        k_caches, v_caches = zip(*layers, strict=True)
+        self.addresses = _addresses(k_caches), _addresses(v_caches)
+        self.num_layers = len(layers)
+        self.shape = tuple(k_first.shape)  # [N, block_size, H_kv, D / 2, 2]
+        self.block_stride, self.head_stride = k_first.stride(0), k_first.stride(2)
+
+
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """A step's rows and where their K and V go."""
 
-    caches: Sequence[tuple[Tensor, Tensor]]  # paired, of each layer, all of the same strides
+    caches: PairedCaches
     batch: RaggedBatch
     slot_mapping: Tensor  # [T] int64
 
@@ -61,17 +81,14 @@ class PlainDecoder:
         self._hidden = layers[0].attention_norm.shape[0]
         self._num_turns = 1 + max(-1 if one.turns is None else one.turns for one in layers)
         self._model = model_facts(layers, ends, shape)
-        linears = (*(one.qkv for one in layers), ends.head)
-        self._rounds = any(isinstance(linear, Int8Linear) for linear in linears)
+        linears = [(one.qkv, one.output, one.gate_up, one.down) for one in layers]
+        self._rounds = any(isinstance(one, Int8Linear) for one in (*chain(*linears), ends.head))
         self._room_widths = (
             *(self._hidden, self._hidden, self._hidden),
             (shape.heads + 2 * shape.kv_heads) * shape.dim,
             shape.heads * shape.dim,
             layers[0].down.depth,
         )
-        # The caches that were checked last, and the addresses of K and of V.
-        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
-        self._addresses = _addresses([]), _addresses([])
 
     @property
     def has_head(self) -> bool:
@@ -88,10 +105,12 @@ class PlainDecoder:
         IndexError for what is not there."""
         self._check(token_ids, turns, step, wanted)
         table, starts, lens = step.batch.host_rows()
-        k_cache, _ = step.caches[0]
+        caches = step.caches
         num_tokens, num_wanted = len(token_ids), len(wanted)
         room = torch.empty(num_tokens * sum(self._room_widths), dtype=torch.bfloat16)
-        ends = accumulate((2 * num_tokens * width for width in self._room_widths), initial=0)
+        starts_of_room = accumulate(
+            (2 * num_tokens * width for width in self._room_widths[:-1]), initial=room.data_ptr()
+        )
         out = torch.empty(
             num_wanted, self._model.vocab if self.has_head else self._hidden, dtype=room.dtype
         )
@@ -103,12 +122,12 @@ class PlainDecoder:
             rounded = c.int8.room(num_tokens, max(self._room_widths))
         cos, sin = (_addresses([pair[i] for pair in turns]) for i in range(2))
         facts = StepFacts(
-            *(lens.shape[0], num_tokens, num_wanted, table.stride(0), *k_cache.shape[:2]),
-            *(k_cache.stride(0), k_cache.stride(2)),
+            *(lens.shape[0], num_tokens, num_wanted, table.stride(0), *caches.shape[:2]),
+            *(caches.block_stride, caches.head_stride),
             *(each.data_ptr() for each in (table, starts, lens)),
             *(each.data_ptr() for each in (step.slot_mapping, token_ids, wanted)),
-            *(ctypes.addressof(each) for each in (*self._addresses, cos, sin)),
-            *(room.data_ptr() + end for end in list(ends)[:-1]),
+            *(ctypes.addressof(each) for each in (*caches.addresses, cos, sin)),
+            *starts_of_room,
             *(None if rounded is None else rounded.data_ptr(), out.data_ptr()),
         )
         status = c.library.cb_plain_decoder(
@@ -146,26 +165,11 @@ class PlainDecoder:
                     f"cos and sin must be bfloat16 [{num_positions} or more, {self._shape.dim}]:"
                     f" {_text(turn)}"
                 )
-        if step.caches is not self._caches:
-            self._check_caches(step)
-            self._caches = step.caches
-            k_caches, v_caches = zip(*step.caches, strict=True)
-            self._addresses = _addresses(k_caches), _addresses(v_caches)
-
-    def _check_caches(self, step: PagedStep) -> None:
-        if len(step.caches) != len(self._weights):
-            raise ValueError(f"{len(self._weights)} layers, {len(step.caches)} caches")
-        k_first, v_first = step.caches[0]
-        check_paired(k_first, v_first)
-        wanted_cache = (step.batch.block_size, self._shape.kv_heads, self._shape.dim // 2)
-        if tuple(k_first.shape[1:4]) != wanted_cache:
-            raise ValueError(f"the caches must be [N, *{wanted_cache}, 2]: {_text(k_first)}")
-        for pair in step.caches:
-            for cache, first in zip(pair, step.caches[0], strict=True):
-                if (cache.shape, cache.stride()) != (first.shape, first.stride()):
-                    raise ValueError(f"not all caches are like {_text(first)}: {_text(cache)}")
-                if cache.dtype != torch.bfloat16:
-                    raise ValueError(f"the caches must be bfloat16: {_text(cache)}")
+        if step.caches.num_layers != len(self._weights):
+            raise ValueError(f"{len(self._weights)} layers, {step.caches.num_layers} caches")
+        wanted_shape = (step.batch.block_size, self._shape.kv_heads, self._shape.dim // 2, 2)
+        if step.caches.shape[1:] != wanted_shape:
+            raise ValueError(f"the caches must be [N, *{wanted_shape}]: {step.caches.shape}")
 
 
 def _text(tensor: Tensor) -> str:

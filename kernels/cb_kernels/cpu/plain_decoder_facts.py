@@ -156,6 +156,8 @@ def _obstacle_in_layers(layers: Sequence[LayerWeights], shape: DecoderShape) -> 
         return f"{shape.heads} query heads cannot share {shape.kv_heads} KV heads evenly"
     if c is None or not c.takes_paired(torch.bfloat16, _LANES, shape.dim, group):
         return "there are no kernels for their heads"
+    if 2 * shape.half > shape.dim:
+        return f"the rotary part of {2 * shape.half} is wider than a head"
     if shape.half % _LANES and any(layer.turns is not None for layer in layers):
         return f"half of the rotary part is {shape.half}, no multiple of {_LANES}"
     hidden, width = layers[0].attention_norm.shape[0], layers[0].down.depth

@@ -85,7 +85,7 @@ INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, i
             int start = num_rows * block / blocks, stop = num_rows * (block + 1) / blocks;
             any_block_product(stop - start, vectors, a + start * lda, lda, b + v * LANES, ldb,
                               c + start * ldc + v * LANES, ldc, depth, adds, pairs, ahead, lines);
-            ahead += (int64_t)depth * LINE * lines;
+            if (ahead) ahead += (int64_t)depth * LINE * lines;
         }
     }
 }
@@ -103,8 +103,13 @@ DEFINE_PRODUCT(product_of_floats, 0)
 DEFINE_PRODUCT(product_of_pairs, 1)
 #endif
 
-/* What `ahead` points at is fetched into L2 meanwhile, up to MOST_LINES `lines` for each of `depth`
-   and block of rows and vectors. */
+/* How many lines each of `blocks` fetches of `total`; 0 where they would fetch much more. */
+INLINE int lines_of_each(int total, int blocks) {
+    return blocks > total ? 0 : (total + blocks - 1) / blocks;
+}
+
+/* What `ahead` points at is fetched into L2 meanwhile, line after line: `lines`, up to MOST_LINES, for
+   each of `depth` and block of rows and vectors. */
 INLINE void product_and_fetch(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
                               float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
                               int adds, int pairs, const char *ahead, int lines) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cb_kernels import (
     DecoderShape,
     PackedLinear,
     PagedStep,
+    PairedCaches,
     PlainDecoder,
     RaggedBatch,
     can_pair,
@@ -21,6 +23,8 @@ from cb_kernels import (
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
+from cb_backend.runtime.attention import StepAttention
+from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.models.loader import load_model
 from tests.models import TinyModel
@@ -122,6 +126,8 @@ def test_a_call_refuses_weights_that_the_library_would_misread(tmp_path: Path) -
         shape = DecoderShape(heads=heads, kv_heads=kv_heads, dim=dim, soft_cap=None, **facts)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="cannot be run in one call"):
             PlainDecoder(layers, ends, shape)
+    with pytest.raises(ValueError, match="wider than a head"):
+        PlainDecoder(layers, ends, dataclasses.replace(plain._shape, half=32))
     for heads, kv_heads in ((6, 4), (2, 6)):  # of weights that would fit
         shape = DecoderShape(heads=heads, kv_heads=kv_heads, dim=32, soft_cap=None, **facts)  # type: ignore[arg-type]
         qkv, output = ((heads + 2 * kv_heads) * 32, 48), (48, heads * 32)
@@ -154,22 +160,21 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
     assert plain is not None
     bf16, blocks, size = torch.bfloat16, 3, 16
 
-    def caches(count: int = 3, dtype: torch.dtype = bf16) -> list[tuple[Tensor, Tensor]]:
-        pools = torch.zeros(count, 2, 2, blocks, size * 32, dtype=dtype)
-        return [paired_views(k, v, size) for k, v in pools]
+    def caches(count: int = 3, size: int = 16, dim: int = 32) -> PairedCaches:
+        pools = torch.zeros(count, 2, 2, blocks, size * dim, dtype=bf16)
+        return PairedCaches([paired_views(k, v, size) for k, v in pools])
 
     ids, slots, last = torch.arange(5), torch.arange(5), torch.tensor([4])
     turns = [(torch.ones(5, 32, dtype=bf16), torch.zeros(5, 32, dtype=bf16))]
-    batch = RaggedBatch(torch.zeros(1, 1, dtype=torch.int32), [0, 5], [5], size)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    batch = RaggedBatch(table, [0, 5], [5], size)
     right = PagedStep(caches(), batch, slots)
     vocab = plain._model.vocab
     assert plain(ids, turns, right, last).shape == (1, vocab)
     assert plain(ids, turns, right, torch.arange(5)).shape == (5, vocab)
     assert plain(ids, turns, right, last[:0]).shape == (0, vocab)
-    other_batch = RaggedBatch(torch.zeros(1, 1, dtype=torch.int32), [0, 5], [5], 32)
+    other_batch = RaggedBatch(table, [0, 5], [5], 32)
     short = [(turns[0][0], turns[0][1][:4])]
-    copied = [(k.contiguous(), v) for k, v in caches()]
-    mixed = [*caches(2), tuple(one[1:] for one in caches(1)[0])]
     wrong: list[tuple[str, Tensor, Any, PagedStep, Tensor]] = [
         ("token ids must be", ids[1:], turns, right, last),
         ("token ids must be", ids.int(), turns, right, last),
@@ -182,24 +187,79 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
         ("cos and sin", ids, [(turns[0][0].float(), turns[0][1])], right, last),
         ("cos and sin", ids, [(turns[0][0][:, :16], turns[0][1])], right, last),
         ("3 layers, 2 caches", ids, turns, PagedStep(caches(2), batch, slots), last),
-        ("must be bfloat16", ids, turns, PagedStep(caches(3, torch.float16), batch, slots), last),
-        ("not all caches", ids, turns, PagedStep(mixed, batch, slots), last),  # type: ignore[list-item]
-        ("no paired cache", ids, turns, PagedStep(copied, batch, slots), last),
-        ("the caches must be", ids, turns, PagedStep(caches(), other_batch, slots), last),
+        ("the caches must be", ids, turns, PagedStep(right.caches, other_batch, slots), last),
+        ("the caches must be", ids, turns, PagedStep(caches(dim=64), batch, slots), last),
     ]
     for message, ids_given, turns_given, step, wanted in wrong:
         with pytest.raises(ValueError, match=message):
             plain(ids_given, turns_given, step, wanted)
-    not_there: list[tuple[Tensor, Tensor, Tensor]] = [
-        (ids, slots + blocks * size, last),
-        (ids - 1, slots, last),
-        (ids + vocab, slots, last),
-        (ids, slots, last + 1),
-        (ids, slots, last - 5),
+    bad_table = RaggedBatch(table + blocks, [0, 5], [5], size)
+    not_there: list[tuple[Tensor, PagedStep, Tensor]] = [
+        (ids, PagedStep(caches(), batch, slots + blocks * size), last),
+        (ids, PagedStep(caches(), bad_table, slots), last),
+        (ids - 1, right, last),
+        (ids + vocab, right, last),
+        (ids, right, last + 1),
+        (ids, right, last - 5),
     ]
-    for ids_given, slots_given, wanted in not_there:
+    for ids_given, step, wanted in not_there:
         with pytest.raises(IndexError, match="not there"):
-            plain(ids_given, turns, PagedStep(caches(), batch, slots_given), wanted)
+            plain(ids_given, turns, step, wanted)
+
+
+def test_caches_that_differ_among_layers_are_refused() -> None:
+    def layers(count: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[Tensor, Tensor]]:
+        pools = torch.zeros(count, 2, 2, 3, 16 * 32, dtype=dtype)
+        return [paired_views(k, v, 16) for k, v in pools]
+
+    shorter = tuple(one[1:] for one in layers(1)[0])
+    for message, wrong in (
+        ("must be bfloat16", layers(3, torch.float16)),
+        ("not all caches", [*layers(2), shorter]),
+        ("no paired cache", [(k.contiguous(), v) for k, v in layers(2)]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PairedCaches(wrong)  # type: ignore[arg-type]
+
+
+def test_a_block_that_only_a_wider_layer_sees_is_looked_for(tmp_path: Path) -> None:
+    """Layer 1 sees 10 keys, and the others all: a given up block is fine for it alone."""
+    model = load(next(tiny for tiny in PLAIN if tiny.name == "qwen2-windows"), tmp_path)
+    assert model._plain is not None
+    pools = torch.zeros(3, 2, 2, 3, 16 * 32, dtype=torch.bfloat16)
+    caches = PairedCaches([paired_views(k, v, 16) for k, v in pools])
+    turns = [(torch.ones(40, 32).bfloat16(), torch.zeros(40, 32).bfloat16())]
+    for first_block, fits in ((0, True), (-1, False), (3, False)):
+        table = torch.tensor([[first_block, 1, 2]], dtype=torch.int32)
+        step = PagedStep(caches, RaggedBatch(table, [0, 1], [40], 16), torch.tensor([2 * 16 + 7]))
+        if fits:
+            model._plain(torch.tensor([5]), turns, step, torch.tensor([0]))
+            continue
+        with pytest.raises(IndexError, match="not there"):
+            model._plain(torch.tensor([5]), turns, step, torch.tensor([0]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tiny", PLAIN, ids=str)
+def test_a_chunk_of_one_token_that_nobody_samples_leaves_its_key(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    model = load(tiny, tmp_path)
+    prompt = PROMPTS[4]
+    expected = packed_logits(model, [prompt], block_size=16)[0][-1]
+    cache = KVCache(model.geometry, 3, 16, dtype=model.dtype, device=torch.device("cpu"))
+    cuts = [0, 20, 21, 22, len(prompt)]
+    logits = expected
+    for start, stop in pairwise(cuts):
+        positions = torch.arange(start, stop)
+        batch = RaggedBatch(torch.arange(3).int()[None], [0, stop - start], [stop], 16)
+        wanted = positions[-1:] - start if stop == len(prompt) else positions[:0]
+        attention = StepAttention(cache, batch, positions)
+        logits = model.forward(torch.tensor(prompt)[start:stop], positions, attention, wanted)
+    if tiny.model_type == "mistral" or "window" in tiny.name:
+        assert (logits[0] - expected).norm() / expected.norm() < 0.02  # sums begin elsewhere
+    else:
+        assert torch.equal(logits[0], expected)
 
 
 @pytest.mark.parametrize("tiny", PLAIN, ids=str)

@@ -154,7 +154,7 @@ class _TextAssembly:
         self._num_tokens += len(event.token_ids) - len(_text_tokens(event))
         if event.finish_reason is None:
             return self._delta(text)
-        tail, stopped = self._stop.feed(self._detokenizer.flush())
+        tail, stopped = self._stop.feed(self._detokenizer.flush(), may_end=self._may_end)
         if not stopped:
             tail += self._stop.flush()
         finish: TextFinish = "length" if event.finish_reason is FinishReason.LENGTH else "stop"
@@ -165,12 +165,16 @@ class _TextAssembly:
         for token_id in token_ids:
             self._num_tokens += 1
             piece, stopped = self._stop.feed(
-                self._detokenizer.feed(token_id), may_end=self._num_tokens > self._min_tokens
+                self._detokenizer.feed(token_id), may_end=self._may_end
             )
             pieces.append(piece)
             if stopped:
                 return "".join(pieces), True
         return "".join(pieces), False
+
+    @property
+    def _may_end(self) -> bool:
+        return self._num_tokens > self._min_tokens
 
     def _delta(self, text: str, finish_reason: TextFinish | None = None) -> TextDelta:
         return TextDelta(text, self._num_tokens, self._num_cached_tokens, finish_reason)

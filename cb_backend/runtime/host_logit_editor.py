@@ -46,8 +46,11 @@ class HostLogitEditor:
                 self._add(int(edits.batch_rows[place]), tokens[index])
 
     def _begin(self, edits: EditedRows) -> None:
+        repetition = dict(zip(edits.batch_rows.tolist(), edits.repetition.tolist(), strict=True))
         for row, prompt in zip(edits.first_rows.tolist(), edits.first_prompts, strict=True):
-            self._counts[row] = dict.fromkeys(tokens_in(prompt).tolist(), 0)
+            # Only a repetition's penalty asks for the prompt, which may be long.
+            seen = tokens_in(prompt).tolist() if repetition[row] != 1.0 else ()
+            self._counts[row] = dict.fromkeys(seen, 0)
         for place in edits.given_tokens.tolist():
             self._add(*divmod(place, self._vocab_size))
 

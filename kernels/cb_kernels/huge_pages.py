@@ -31,7 +31,10 @@ class HugePages:
         """A contiguous copy that starts at a cache line."""
         num_bytes = x.numel() * x.element_size()
         if num_bytes > len(self._rest):
-            self._rest = _chunk(max(_CHUNK, num_bytes))
+            try:
+                self._rest = _chunk(max(_CHUNK, num_bytes))
+            except OSError:  # no room for a whole chunk
+                return x.clone(memory_format=torch.contiguous_format)
         taken = self._rest[:num_bytes]
         self._rest = self._rest[-(-num_bytes // _LINE) * _LINE :]
         return taken.view(x.dtype).view(x.shape).copy_(x)

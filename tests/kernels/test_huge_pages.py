@@ -60,3 +60,14 @@ def test_a_system_without_huge_pages_gives_ordinary_memory(monkeypatch: pytest.M
 
     monkeypatch.setattr(huge_pages.mmap, "mmap", Memory)
     assert HugePages().copy(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_where_no_chunk_fits_a_weight_lies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", refuse)
+    x = torch.arange(6).view(2, 3).T
+    copied = HugePages().copy(x)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, x)

@@ -53,7 +53,11 @@ class PairedCaches:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """A step's rows and where their K and V go."""
+    """A step's rows and where their K and V go.
+
+    No row of one token may write to a block that another row of the step reads: each is written and
+    read in an order of its own.
+    """
 
     caches: PairedCaches
     batch: RaggedBatch

@@ -173,7 +173,7 @@ def test_the_pool_is_resized_between_two_steps(
 
 
 def feed_from_the_row_before(self: SampledIds, step: StagedStep) -> None:
-    FILL(self, dataclasses.replace(step, sampled_rows=step.sampled_rows - 1))
+    FILL(self, dataclasses.replace(step, sampled_rows=(step.sampled_rows - 1) % len(self._ids)))
 
 
 def feed_what_the_host_has(self: SampledIds, step: StagedStep) -> None:

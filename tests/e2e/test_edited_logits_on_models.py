@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.engine.engine import Engine
 from cb_backend.runtime import model_runner
 from cb_backend.runtime.host_logit_editor import HostLogitEditor
 from cb_backend.runtime.row_edits import EditedRows
-from tests.e2e.test_engine_ahead_on_models import AheadRunner, engine_of
+from tests.e2e.test_engine_ahead_on_models import SCHEDULES, AheadRunner, engine_of
+from tests.e2e.test_engine_on_models import run
 from tests.fakes import make_request
 from tests.models import LLAMA
 from tests.runtime.driving import GREEDY, prompt_of
@@ -74,18 +74,6 @@ def request_of(
     return request
 
 
-def run(engine: Engine, *wanted: Request) -> list[list[int]]:
-    """The output of each request, in the order given."""
-    outputs: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-    for request in wanted:
-        assert engine.add(request) == []
-    while engine.has_work:
-        for event in engine.step():
-            outputs[event.request_id].extend(event.token_ids)
-            assert event.finish_reason is not FinishReason.ERROR, event
-    return list(outputs.values())
-
-
 @pytest.fixture(params=[False, True], ids=["step by step", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a step is always in flight, as on a GPU."""
@@ -102,16 +90,8 @@ def test_each_of_the_parameters_changes_the_output(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"max_num_seqs": 6, "max_num_batched_tokens": 7},
-        {"enable_prefix_caching": False},
-        {"num_kv_blocks": 16},
-        {"num_kv_blocks": 16, "num_host_kv_blocks": 40},
-        {"max_num_seqs": 2},
-        {"deterministic": True},
-    ],
-    ids=["wide", "in chunks", "without caching", "preempted", "swapped", "rows reused", "alone"],
+    [*SCHEDULES.values(), {"max_num_seqs": 2}, {"deterministic": True}],
+    ids=[*SCHEDULES, "rows reused", "alone"],
 )
 def test_outputs_are_the_same_however_they_are_scheduled(
     settings: dict[str, object], ahead: bool, case: Case

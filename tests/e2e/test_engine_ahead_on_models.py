@@ -106,17 +106,17 @@ def both(
     return plain, late
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_num_seqs": 6, "max_num_batched_tokens": 7},
-        {"enable_prefix_caching": False},
-        {"num_kv_blocks": 16},
-        {"num_kv_blocks": 16, "num_host_kv_blocks": 40},
-    ],
-    ids=["wide", "in chunks", "without caching", "preempted", "swapped"],
-)
+# By which a request's steps are cut, shared and taken up again in different ways.
+SCHEDULES: dict[str, dict[str, object]] = {
+    "wide": {},
+    "in chunks": {"max_num_seqs": 6, "max_num_batched_tokens": 7},
+    "without caching": {"enable_prefix_caching": False},
+    "preempted": {"num_kv_blocks": 16},
+    "swapped": {"num_kv_blocks": 16, "num_host_kv_blocks": 40},
+}
+
+
+@pytest.mark.parametrize("settings", SCHEDULES.values(), ids=SCHEDULES)
 def test_outputs_are_the_same(
     settings: dict[str, object], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

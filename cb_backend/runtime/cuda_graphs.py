@@ -18,7 +18,7 @@ from cb_kernels import Rows
 from torch import Tensor
 
 from cb_backend.runtime.staging import StagedStep
-from cb_backend.runtime.token_batch import SamplingRows, StepInputs
+from cb_backend.runtime.step_inputs import SamplingRows, StepInputs
 
 Forward = Callable[[StagedStep], Tensor]
 
@@ -154,6 +154,7 @@ def _fixed_step(size: int, max_blocks: int, device: torch.device) -> StagedStep:
 
 _NOBODY, _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
 _NOT_SAMPLED = SamplingRows(
+    draws=False,
     temperature=_NOTHING,
     top_k=_NOBODY,
     top_p=_NOTHING,

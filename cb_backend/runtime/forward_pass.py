@@ -22,8 +22,8 @@ from cb_backend.runtime.cuda_graphs import DecodeGraphs, GraphMaker
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.staging import StagedStep, stage
+from cb_backend.runtime.step_inputs import StepInputs
 from cb_backend.runtime.streams import Streams
-from cb_backend.runtime.token_batch import StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -42,9 +42,9 @@ from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
-from cb_backend.runtime.sampled_ids import SampledIds, SampledStep
+from cb_backend.runtime.sampled_ids import HostSampledIds, SampledIds, SampledStep
 from cb_backend.runtime.sampler import sample
-from cb_backend.runtime.streams import streams_of
+from cb_backend.runtime.streams import HostStreams, streams_of
 from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import TokenBatch
 
@@ -99,7 +99,11 @@ class ModelRunner:
             model, self._cache, self._streams, deterministic=config.deterministic
         )
         self._deterministic = config.deterministic
-        self._sampled = SampledIds(config.max_num_seqs, device)
+        self._sampled = (
+            HostSampledIds(config.max_num_seqs)
+            if device.type == "cpu" and isinstance(self._streams, HostStreams)
+            else SampledIds(config.max_num_seqs, device)
+        )
         self._editor: LogitEditor = (
             DeviceLogitEditor(info.vocab_size, config.max_num_seqs, device)
             if uses_triton(self._cache.pool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,25 @@ class SampledIds:
         # What an unsound row has sampled means nothing, but the next step may look it up.
         self._ids.index_copy_(0, step.batch_rows, tokens.clamp(min=0))
         return tokens
+
+
+class HostSampledIds:
+    """The same on a CPU, by numpy: an operation of torch costs more than one stream's whole step
+    has to spare for all of them."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._ids = np.zeros(max_num_seqs, np.int64)
+
+    def fill(self, step: StagedStep) -> None:
+        """See `SampledIds.fill`."""
+        inputs = step.inputs
+        step.token_ids.numpy()[inputs.sampled_tokens] = self._ids[inputs.sampled_rows]
+
+    def keep(self, step: StagedStep, token_ids: Tensor, sound: Tensor) -> Tensor:
+        """See `SampledIds.keep`."""
+        tokens = np.where(sound.numpy(), token_ids.numpy(), _UNSOUND)
+        self._ids[step.inputs.batch_rows] = np.maximum(tokens, 0)
+        return torch.from_numpy(tokens)
 
 
 @dataclass(frozen=True, slots=True)

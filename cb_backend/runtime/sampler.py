@@ -14,7 +14,7 @@ import torch
 from cb_kernels import argmax
 from torch import Tensor
 
-from cb_backend.runtime.token_batch import SamplingRows
+from cb_backend.runtime.step_inputs import SamplingRows
 
 # Candidates that a nucleus is first looked for in, and how many times more where they are too few.
 _FIRST_CANDIDATES = 256
@@ -35,10 +35,9 @@ def sample(logits: Tensor, rows: SamplingRows, *, alone: bool = False) -> tuple[
         return torch.cat(tokens_of_each), torch.cat(sound_of_each)
     best, best_logits = argmax(logits)
     sound = torch.from_numpy(np.isfinite(best_logits.numpy()))  # by torch it is five operations
-    draws = rows.temperature > 0
-    if not draws.any():
+    if not rows.draws:
         return best, sound
-    index = (torch.from_numpy(draws) & sound).nonzero()[:, 0]
+    index = (torch.from_numpy(rows.temperature > 0) & sound).nonzero()[:, 0]
     if len(index):
         best[index] = _draw(logits[index], best_logits[index], _pick(rows, index.numpy()))
     return best, sound
@@ -62,6 +61,7 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _pick(rows: SamplingRows, chosen: Sequence[int] | npt.NDArray[np.int64]) -> SamplingRows:
     return SamplingRows(
+        draws=rows.draws,
         temperature=rows.temperature[chosen],
         top_k=rows.top_k[chosen],
         top_p=rows.top_p[chosen],

@@ -10,8 +10,8 @@ from cb_kernels import Rows, SamplingParameters
 from torch import Tensor
 
 from cb_backend.runtime.row_edits import EditedRows
+from cb_backend.runtime.step_inputs import SamplingRows, StepInputs
 from cb_backend.runtime.streams import Streams
-from cb_backend.runtime.token_batch import SamplingRows, StepInputs
 
 
 @dataclass(frozen=True, slots=True)

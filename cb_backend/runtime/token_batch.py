@@ -9,46 +9,15 @@ a step's inputs to the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cb_backend.core.step_io import Admission, StepPlan, StepRows
 from cb_backend.errors import InternalError
-from cb_backend.runtime.row_edits import EditedRows, Ints, RowEdits
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """What the sampler needs of the R rows that sample, in one order."""
-
-    temperature: npt.NDArray[np.float32]  # [R]
-    top_k: Ints  # [R], 0 for all of the vocabulary
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.uint64]
-    positions: Ints  # [R], where in its sequence the sampled token will stand
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's ragged arrays over S requests and T tokens."""
-
-    token_ids: Ints  # [T], those that were sampled left open
-    sampled_tokens: Ints  # [K], which of the T tokens were sampled: the last of each of K rows
-    sampled_rows: Ints  # [K], the rows of the batch that sampled them
-    positions: Ints  # [T]
-    slot_mapping: Ints  # [T], block id * block_size + offset
-    query_start_loc: Ints  # [S + 1]
-    seq_lens: Ints  # [S], KV length after this step
-    block_table: npt.NDArray[np.int32]  # [S, B]
-    fresh_block_ids: list[int]  # blocks that hold nothing of their row yet
-    batch_rows: Ints  # [R], rows of the batch that sample
-    logit_tokens: Ints  # [R], which of the T tokens each of them samples from
-    request_ids: list[str]  # [R]
-    sampling: SamplingRows
-    edits: EditedRows | None = None  # None: no row's logits are edited
+from cb_backend.runtime.row_edits import Ints, RowEdits
+from cb_backend.runtime.step_inputs import SamplingRows, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +31,26 @@ class _Columns:
     new_block_ids: tuple[tuple[int, ...], ...]
     num_new_blocks: Ints
     samples: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """A step whose S rows each computed one token and sampled the next: as a rule the next step is
+    of the same rows, and finds most of its arrays here."""
+
+    scheduled: StepRows
+    rows: Ints  # of the batch, in the order of `scheduled`
+    order: Ints  # of the rows in the step
+    inputs: StepInputs
+
+    def goes_on_in(self, plan: StepPlan) -> bool:
+        own, rows = self.scheduled, plan.rows
+        return (
+            not (plan.retired or plan.admitted)
+            and rows.request_ids == own.request_ids
+            and rows.num_scheduled_tokens == own.num_scheduled_tokens
+            and rows.samples == own.samples
+        )
 
 
 class TokenBatch:
@@ -92,12 +81,18 @@ class TokenBatch:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._edits = RowEdits(vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._decoding: _Decoding | None = None  # the last step, if it was one
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Swap rows as the plan says and gather the step's inputs."""
+        before, self._decoding = self._decoding, None
+        if before is not None and before.goes_on_in(plan):
+            inputs = self._decode_on(before, plan.rows)
+            if inputs is not None:
+                return inputs
         for request_id in plan.retired:
             self._retire(request_id)
         for admission in plan.admitted:
@@ -106,7 +101,8 @@ class TokenBatch:
             self._admit(admission)
         columns = self._columns(plan.rows)
         self._check(columns)
-        return self._gather(columns, self._extend(columns))
+        fresh = self._extend(columns.rows, columns.computed, columns.new_block_ids)
+        return self._gather(plan.rows, columns, fresh)
 
     def rename_blocks(self, moved: Mapping[int, int]) -> None:
         """The contents of some blocks now lie in others."""
@@ -182,20 +178,64 @@ class TokenBatch:
             raise InternalError(f"{request_id} has {held} blocks, more than a row holds")
         raise InternalError(f"{request_id} needs more than its last sampled token")
 
-    def _extend(self, columns: _Columns) -> list[int]:
+    def _extend(
+        self, rows: Ints, computed: Ints, new_block_ids: tuple[tuple[int, ...], ...]
+    ) -> list[int]:
         """Append the rows' new blocks; those of them that hold none of their row's tokens yet."""
         fresh: list[int] = []
-        for i in np.flatnonzero(columns.num_new_blocks).tolist():
-            row, new_block_ids = columns.rows[i], columns.new_block_ids[i]
-            start = int(self._num_blocks[row])
-            end = start + len(new_block_ids)
-            self._block_table[row, start:end] = new_block_ids
-            self._num_blocks[row] = end
-            num_filled = -(-int(columns.computed[i]) // self._block_size)
-            fresh += new_block_ids[max(0, num_filled - start) :]
+        for i, block_ids in enumerate(new_block_ids):
+            if not block_ids:
+                continue
+            start = int(self._num_blocks[rows[i]])
+            end = start + len(block_ids)
+            self._block_table[rows[i], start:end] = block_ids
+            self._num_blocks[rows[i]] = end
+            num_filled = -(-int(computed[i]) // self._block_size)
+            fresh += block_ids[max(0, num_filled - start) :]
         return fresh
 
-    def _gather(self, columns: _Columns, fresh: list[int]) -> StepInputs:
+    def _decode_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
+        """What the way through `_check` and `_gather` would give, and nothing done and None where
+        it would raise."""
+        rows = before.inputs.batch_rows
+        computed = np.array(scheduled.num_computed_tokens, np.int64)
+        positions = computed[before.order]
+        blocks, offsets = np.divmod(positions, self._block_size)
+        num_blocks = self._num_blocks[rows]
+        grows = any(scheduled.new_block_ids)
+        if grows:
+            num_new = np.array(list(map(len, scheduled.new_block_ids)), np.int64)
+            num_blocks += num_new[before.order]
+        most_blocks = int(num_blocks.max())
+        if (
+            most_blocks > self._block_table.shape[1]
+            or (positions != before.inputs.seq_lens).any()
+            or (blocks >= num_blocks).any()
+        ):
+            return None
+        fresh: list[int] = []
+        if grows:
+            fresh = self._extend(before.rows, computed, scheduled.new_block_ids)
+        seq_lens = positions + 1
+        self._num_tokens[rows] += 1
+        slots = self._block_table[rows, blocks].astype(np.int64) * self._block_size + offsets
+        inputs = replace(
+            before.inputs,
+            token_ids=np.zeros(len(rows), np.int64),
+            sampled_tokens=before.inputs.logit_tokens,
+            sampled_rows=rows,
+            positions=positions,
+            slot_mapping=slots,
+            seq_lens=seq_lens,
+            block_table=self._block_table[rows, :most_blocks],
+            fresh_block_ids=fresh,
+            sampling=replace(before.inputs.sampling, positions=seq_lens),
+            edits=self._edits.gather(rows, seq_lens),
+        )
+        self._decoding = replace(before, scheduled=scheduled, inputs=inputs)
+        return inputs
+
+    def _gather(self, scheduled: StepRows, columns: _Columns, fresh: list[int]) -> StepInputs:
         # Rows of one token first, longest first: attention gathers rows of like length together,
         # and finds them side by side.
         order = np.lexsort((-columns.computed, columns.counts > 1))
@@ -210,7 +250,7 @@ class TokenBatch:
         sampling_rows, sampled_positions = rows[samples], seq_lens[samples]
         self._num_tokens[sampling_rows] += 1
         sampled = np.flatnonzero(positions >= self._num_given[token_rows])
-        return StepInputs(
+        inputs = StepInputs(
             token_ids=self._token_ids[token_rows, positions].astype(np.int64),
             sampled_tokens=sampled,
             sampled_rows=token_rows[sampled],
@@ -227,10 +267,15 @@ class TokenBatch:
             sampling=self._sampling(sampling_rows, sampled_positions),
             edits=self._edits.gather(sampling_rows, sampled_positions),
         )
+        if len(sampling_rows) == len(positions) > 0:
+            self._decoding = _Decoding(scheduled, columns.rows, order, inputs)
+        return inputs
 
     def _sampling(self, rows: Ints, positions: Ints) -> SamplingRows:
+        temperature = self._temperature[rows]
         return SamplingRows(
-            temperature=self._temperature[rows],
+            draws=bool((temperature > 0).any()),
+            temperature=temperature,
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],

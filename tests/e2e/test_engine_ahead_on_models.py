@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -22,6 +23,7 @@ from cb_backend.engine.controls import resize_kv_pool
 from cb_backend.engine.engine import Engine
 from cb_backend.runtime import model_runner
 from cb_backend.runtime.model_runner import ModelRunner, load_model_runner
+from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.sampled_ids import SampledIds
 from cb_backend.runtime.staging import StagedStep
 from tests.fakes import make_request
@@ -39,7 +41,13 @@ Outputs = dict[str, list[int]]
 
 
 class AheadRunner(ModelRunner):
-    """On a CPU, where there is nothing to gain by it."""
+    """On a CPU, where there is nothing to gain by it, and with the ids kept as on a GPU."""
+
+    def __init__(
+        self, model: CausalModel, info: ModelInfo, config: EngineConfig, device: torch.device
+    ) -> None:
+        super().__init__(model, info, config, device)
+        self._sampled = SampledIds(config.max_num_seqs, device)
 
     @property
     def model_info(self) -> ModelInfo:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepRows
-from cb_backend.runtime.sampled_ids import SampledIds, SampledStep
+from cb_backend.runtime.sampled_ids import HostSampledIds, SampledIds, SampledStep
 from cb_backend.runtime.staging import StagedStep, stage
 from cb_backend.runtime.streams import HostStreams
 from cb_backend.runtime.token_batch import TokenBatch
 
 CPU = torch.device("cpu")
+Ids = SampledIds | HostSampledIds
+
+
+@pytest.fixture(params=["device", "host"])
+def ids(request: pytest.FixtureRequest) -> Ids:
+    return SampledIds(4, CPU) if request.param == "device" else HostSampledIds(4)
 
 
 def two_steps() -> tuple[StagedStep, StagedStep]:
@@ -30,9 +37,8 @@ def two_steps() -> tuple[StagedStep, StagedStep]:
     return first, second
 
 
-def test_each_row_finds_the_token_that_it_sampled() -> None:
+def test_each_row_finds_the_token_that_it_sampled(ids: Ids) -> None:
     first, second = two_steps()
-    ids = SampledIds(4, CPU)
     sampled = torch.tensor([{"a": 71, "b": 72}[name] for name in first.inputs.request_ids])
     ids.keep(first, sampled, torch.tensor([True, True]))
     ids.fill(second)
@@ -40,23 +46,22 @@ def test_each_row_finds_the_token_that_it_sampled() -> None:
     assert second.token_ids.tolist() == [72, 71]
 
 
-def test_tokens_that_came_with_the_admission_stay_as_they_are() -> None:
+def test_tokens_that_came_with_the_admission_stay_as_they_are(ids: Ids) -> None:
     first, _ = two_steps()
-    SampledIds(4, CPU).fill(first)
+    ids.fill(first)
     assert sorted(first.token_ids.tolist()) == [10, 10, 11, 11, 12]
 
 
-def test_what_an_unsound_row_sampled_can_be_looked_up() -> None:
+def test_what_an_unsound_row_sampled_can_be_looked_up(ids: Ids) -> None:
     first, second = two_steps()
-    ids = SampledIds(4, CPU)
     ids.keep(first, torch.tensor([2**40, 2**40]), torch.tensor([False, False]))
     ids.fill(second)
     assert second.token_ids.tolist() == [0, 0]
 
 
-def test_a_result_tells_tokens_from_rows_that_failed() -> None:
+def test_a_result_tells_tokens_from_rows_that_failed(ids: Ids) -> None:
     first, _ = two_steps()
-    kept = SampledIds(4, CPU).keep(first, torch.tensor([7, 8]), torch.tensor([True, False]))
+    kept = ids.keep(first, torch.tensor([7, 8]), torch.tensor([True, False]))
     result = SampledStep(["a", "b"], HostStreams().read(kept)).result()
     assert result.token_ids == {"a": (7,)}
     assert result.failed["b"].code == "request_failed"

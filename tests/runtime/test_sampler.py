@@ -9,13 +9,14 @@ from torch import Tensor
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.runtime.sampler import sample, uniforms
-from cb_backend.runtime.token_batch import SamplingRows
+from cb_backend.runtime.step_inputs import SamplingRows
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def rows_of(params: list[SamplingParams], seeds: list[int], positions: list[int]) -> SamplingRows:
     return SamplingRows(
+        draws=any(p.temperature > 0 for p in params),
         temperature=np.array([p.temperature for p in params], np.float32),
         top_k=np.array([max(p.top_k, 0) for p in params], np.int64),
         top_p=np.array([p.top_p for p in params], np.float32),

@@ -7,7 +7,8 @@ import pytest
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepRows
 from cb_backend.errors import InternalError
-from cb_backend.runtime.token_batch import StepInputs, TokenBatch
+from cb_backend.runtime.step_inputs import StepInputs
+from cb_backend.runtime.token_batch import TokenBatch
 
 
 def batch_of(max_num_seqs: int = 3) -> TokenBatch:

@@ -23,7 +23,7 @@ from cb_backend.runtime.models.model_config import (
     transformers_config,
 )
 from cb_backend.runtime.models.rope import Rope
-from cb_backend.runtime.models.spec import decoder_spec
+from cb_backend.runtime.models.spec import NotCoveredError, decoder_spec
 from tests.models import NATIVE, TinyModel
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ ALSO = (
 def _meaning(folder: Path, config: ModelConfig) -> object:
     try:
         spec = decoder_spec(config)
-    except ModelError as error:
-        return error.message
+    except (ModelError, NotCoveredError) as error:
+        return str(error)
     rope = Rope(config, "default", spec.head_dim, torch.float64, torch.device("cpu"))
     cos, sin = rope.turns(torch.arange(9))
     turns = (cos.tolist(), sin.tolist())

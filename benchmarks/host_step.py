@@ -27,7 +27,7 @@ from cb_backend.engine.engine import Engine
 from cb_backend.engine.output_queue import OutputQueue
 from cb_backend.engine.stats import StatsRecorder
 from cb_backend.runtime import staging
-from cb_backend.runtime.sampled_ids import SampledIds, SampledStep
+from cb_backend.runtime.sampled_ids import UNSOUND, SampledIds, SampledStep
 from cb_backend.runtime.streams import HostStreams
 from cb_backend.runtime.token_batch import TokenBatch
 
@@ -72,7 +72,8 @@ class WithoutModel(cheap.CheapExecutor):
             step = staging.stage(inputs, self._streams, for_triton=True)
             self._sampled.fill(step)
             num = len(inputs.request_ids)
-            sampled = self._sampled.keep(step, self._tokens[:num], self._sound[:num])
+            sampled = self._tokens[:num].where(self._sound[:num], UNSOUND)
+            self._sampled.keep(step, sampled)
             return SampledStep(inputs.request_ids, self._streams.read(sampled))
 
 

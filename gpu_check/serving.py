@@ -160,5 +160,8 @@ def recorded_logits(runner: ModelRunner) -> Iterator[Logits]:
             logits[request_id.partition("/")[0], position] = row.clone()
         return rows
 
-    with patch.object(runner._forward_pass, "logits", recorded):
+    with (
+        patch.object(runner._forward_pass, "logits", recorded),
+        patch.object(runner._forward_pass, "finds_best", lambda step: False),
+    ):
         yield logits

@@ -41,6 +41,7 @@ class ForwardPass:
         self._for_triton = uses_triton(cache.pool)
         self._deterministic = deterministic
         self._by_token = deterministic and not model.is_batch_invariant(paged=cache.is_paired)
+        self._finds_best = model.finds_best and cache.is_paired and not self._by_token
         self._graphs: DecodeGraphs | None = None
         if deterministic:
             way = "one at a time" if self._by_token else "in batches"
@@ -94,10 +95,23 @@ class ForwardPass:
             logits.append(self._run(replace(self._stage(one), token_ids=ids)))
         return torch.cat(logits)
 
+    def finds_best(self, step: StagedStep) -> bool:
+        """Whether `best` may be called."""
+        return self._finds_best and not step.for_graph
+
+    def best(self, step: StagedStep) -> Tensor:
+        """See `CausalModel.best`, of the tokens that are sampled from."""
+        inputs = (step.token_ids, step.positions, self._attention(step), step.logit_tokens)
+        return self._model.best(*inputs)
+
     def _stage(self, inputs: StepInputs, *, for_graph: bool = False) -> StagedStep:
         return stage(inputs, self._streams, for_triton=self._for_triton, for_graph=for_graph)
 
     def _run(self, step: StagedStep, *, max_keys: int | None = None) -> Tensor:
+        attention = self._attention(step, max_keys=max_keys)
+        return self._model.forward(step.token_ids, step.positions, attention, step.logit_tokens)
+
+    def _attention(self, step: StagedStep, *, max_keys: int | None = None) -> StepAttention:
         inputs = step.inputs
         batch = RaggedBatch(
             block_table=torch.from_numpy(inputs.block_table),
@@ -111,8 +125,7 @@ class ForwardPass:
             # On the CPU only Triton knows of it; the others are so where `is_batch_invariant`.
             deterministic=self._deterministic and self._for_triton,
         )
-        attention = StepAttention(self._cache, batch, step.slot_mapping)
-        return self._model.forward(step.token_ids, step.positions, attention, step.logit_tokens)
+        return StepAttention(self._cache, batch, step.slot_mapping)
 
 
 def one_by_one(inputs: StepInputs) -> Iterator[StepInputs]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import cb_kernels
 import torch
 from cb_kernels import attention_path, uses_triton
+from torch import Tensor
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
@@ -42,8 +43,9 @@ from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
-from cb_backend.runtime.sampled_ids import HostSampledIds, SampledIds, SampledStep
+from cb_backend.runtime.sampled_ids import UNSOUND, HostSampledIds, SampledIds, SampledStep
 from cb_backend.runtime.sampler import sample
+from cb_backend.runtime.staging import StagedStep
 from cb_backend.runtime.streams import HostStreams, streams_of
 from cb_backend.runtime.swap_timing import measure_swap_costs
 from cb_backend.runtime.token_batch import TokenBatch
@@ -130,17 +132,26 @@ class ModelRunner:
             self._copier.run(plan.copies)
             step = self._forward_pass.stage(inputs)
             self._sampled.fill(step)
-            logits = self._forward_pass.logits(step)
-            if not inputs.request_ids:
-                return SampledStep([], self._streams.read(step.batch_rows))
-            logits = self._editor.edit(logits, step)
-            if step.sampling is None:
-                tokens, sound = sample(logits, inputs.sampling, alone=self._deterministic)
-            else:
-                tokens, sound = cb_kernels.sample(logits, step.sampling)
-            self._editor.count(step, tokens, sound)
-            sampled = self._sampled.keep(step, tokens, sound)
+            sampled = self._sample(step)
+            self._sampled.keep(step, sampled)
             return SampledStep(inputs.request_ids, self._streams.read(sampled))
+
+    def _sample(self, step: StagedStep) -> Tensor:
+        """The forward pass, and token ids [R] of its logits; -1 for a row that is not sound."""
+        rows = step.inputs.sampling
+        only_best = not rows.draws and step.inputs.edits is None
+        if only_best and self._forward_pass.finds_best(step):
+            return self._forward_pass.best(step)
+        logits = self._forward_pass.logits(step)
+        if not step.inputs.request_ids:
+            return step.batch_rows
+        logits = self._editor.edit(logits, step)
+        if step.sampling is None:
+            tokens, sound = sample(logits, rows, alone=self._deterministic)
+        else:
+            tokens, sound = cb_kernels.sample(logits, step.sampling)
+        self._editor.count(step, tokens, sound)
+        return tokens.where(sound, UNSOUND)
 
     def resize(self, change: PoolResize) -> None:
         """See `Executor.resize`."""

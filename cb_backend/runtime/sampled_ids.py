@@ -13,7 +13,7 @@ from cb_backend.errors import ErrorInfo, RequestFailedError
 from cb_backend.runtime.staging import StagedStep
 from cb_backend.runtime.streams import Reading
 
-_UNSOUND = -1  # in place of a token id: nothing could be drawn from the row
+UNSOUND = -1  # in place of a token id: nothing could be drawn from the row
 
 
 class SampledIds:
@@ -28,12 +28,10 @@ class SampledIds:
             ids = self._ids.index_select(0, step.sampled_rows)
             step.token_ids.index_copy_(0, step.sampled_tokens, ids)
 
-    def keep(self, step: StagedStep, token_ids: Tensor, sound: Tensor) -> Tensor:
-        """What this step's sampling rows have sampled; the same, as `SampledStep` reads it."""
-        tokens = token_ids.where(sound, _UNSOUND)
+    def keep(self, step: StagedStep, token_ids: Tensor) -> None:
+        """What this step's sampling rows [R] have sampled."""
         # What an unsound row has sampled means nothing, but the next step may look it up.
-        self._ids.index_copy_(0, step.batch_rows, tokens.clamp(min=0))
-        return tokens
+        self._ids.index_copy_(0, step.batch_rows, token_ids.clamp(min=0))
 
 
 class HostSampledIds:
@@ -48,11 +46,9 @@ class HostSampledIds:
         inputs = step.inputs
         step.token_ids.numpy()[inputs.sampled_tokens] = self._ids[inputs.sampled_rows]
 
-    def keep(self, step: StagedStep, token_ids: Tensor, sound: Tensor) -> Tensor:
+    def keep(self, step: StagedStep, token_ids: Tensor) -> None:
         """See `SampledIds.keep`."""
-        tokens = np.where(sound.numpy(), token_ids.numpy(), _UNSOUND)
-        self._ids[step.inputs.batch_rows] = np.maximum(tokens, 0)
-        return torch.from_numpy(tokens)
+        self._ids[step.inputs.batch_rows] = np.maximum(token_ids.numpy(), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class SampledStep:
     """A launched step of a model; implements `core.step_io.PendingStep`."""
 
     request_ids: list[str]  # [R], of the rows that sample
-    reading: Reading  # of what `SampledIds.keep` gave for them
+    reading: Reading  # of their token ids, or `UNSOUND`
 
     def result(self) -> StepResult:
         token_ids: dict[str, tuple[int, ...]] = {}
@@ -68,7 +64,7 @@ class SampledStep:
         # Also for a step that samples nothing: it is over then.
         tokens = self.reading.wait().tolist()
         for request_id, token in zip(self.request_ids, tokens, strict=True):
-            if token != _UNSOUND:
+            if token != UNSOUND:
                 token_ids[request_id] = (token,)
             else:
                 error = RequestFailedError(

@@ -106,6 +106,7 @@ class TokenBatch:
 
     def rename_blocks(self, moved: Mapping[int, int]) -> None:
         """The contents of some blocks now lie in others."""
+        self._decoding = None
         table = self._block_table
         for row in self._row_of.values():
             num_blocks = self._num_blocks[row]
@@ -197,7 +198,8 @@ class TokenBatch:
     def _decode_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
         """What the way through `_check` and `_gather` would give, and nothing done and None where
         it would raise."""
-        rows = before.inputs.batch_rows
+        last = before.inputs
+        rows, table = last.batch_rows, last.block_table
         computed = np.array(scheduled.num_computed_tokens, np.int64)
         positions = computed[before.order]
         blocks, offsets = np.divmod(positions, self._block_size)
@@ -206,34 +208,38 @@ class TokenBatch:
         if grows:
             num_new = np.array(list(map(len, scheduled.new_block_ids)), np.int64)
             num_blocks += num_new[before.order]
-        most_blocks = int(num_blocks.max())
-        if (
-            most_blocks > self._block_table.shape[1]
-            or (positions != before.inputs.seq_lens).any()
-            or (blocks >= num_blocks).any()
-        ):
+            if num_blocks.max() > self._block_table.shape[1]:
+                return None
+        if ((positions != last.seq_lens) | (blocks >= num_blocks)).any():
             return None
         fresh: list[int] = []
         if grows:
             fresh = self._extend(before.rows, computed, scheduled.new_block_ids)
+            table = self._block_table[rows, : int(num_blocks.max())]
         seq_lens = positions + 1
         self._num_tokens[rows] += 1
-        slots = self._block_table[rows, blocks].astype(np.int64) * self._block_size + offsets
-        inputs = replace(
-            before.inputs,
+        inputs = StepInputs(
             token_ids=np.zeros(len(rows), np.int64),
-            sampled_tokens=before.inputs.logit_tokens,
+            sampled_tokens=last.logit_tokens,
             sampled_rows=rows,
             positions=positions,
-            slot_mapping=slots,
+            slot_mapping=self._slots(rows, blocks, offsets),
+            query_start_loc=last.query_start_loc,
             seq_lens=seq_lens,
-            block_table=self._block_table[rows, :most_blocks],
+            block_table=table,
             fresh_block_ids=fresh,
-            sampling=replace(before.inputs.sampling, positions=seq_lens),
+            batch_rows=rows,
+            logit_tokens=last.logit_tokens,
+            request_ids=last.request_ids,
+            sampling=replace(last.sampling, positions=seq_lens),
             edits=self._edits.gather(rows, seq_lens),
         )
-        self._decoding = replace(before, scheduled=scheduled, inputs=inputs)
+        self._decoding = _Decoding(scheduled, before.rows, before.order, inputs)
         return inputs
+
+    def _slots(self, rows: Ints, blocks: Ints, offsets: Ints) -> Ints:
+        first_slots = self._block_table[rows, blocks] * np.int64(self._block_size)
+        return first_slots + offsets
 
     def _gather(self, scheduled: StepRows, columns: _Columns, fresh: list[int]) -> StepInputs:
         # Rows of one token first, longest first: attention gathers rows of like length together,
@@ -255,8 +261,7 @@ class TokenBatch:
             sampled_tokens=sampled,
             sampled_rows=token_rows[sampled],
             positions=positions,
-            slot_mapping=self._block_table[token_rows, blocks].astype(np.int64) * self._block_size
-            + offsets,
+            slot_mapping=self._slots(token_rows, blocks, offsets),
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self._block_table[rows, : int(self._num_blocks[rows].max(initial=1))],

@@ -3,7 +3,7 @@ cb_backend."""
 
 from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
-from cb_kernels.cpu.plain_decoder import PagedStep, PairedCaches, PlainDecoder
+from cb_kernels.cpu.plain_decoder import PagedStep, PairedCaches, PlainDecoder, TurnTables
 from cb_kernels.cpu.plain_decoder_facts import DecoderEnds, DecoderShape, LayerWeights
 from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8_linear import Int8Linear
@@ -36,6 +36,7 @@ __all__ = [
     "RaggedBatch",
     "Rows",
     "SamplingParameters",
+    "TurnTables",
     "Workspace",
     "add_rms_norm",
     "argmax",

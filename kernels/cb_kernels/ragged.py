@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,8 +156,8 @@ class RaggedBatch:
             "host_rows",
             lambda: (
                 self.block_table.to(torch.int32).contiguous(),
-                torch.tensor(self.query_start_loc, dtype=torch.int32),
-                torch.tensor(self.seq_lens, dtype=torch.int32),
+                torch.from_numpy(np.array(self.query_start_loc, np.int32)),
+                torch.from_numpy(np.array(self.seq_lens, np.int32)),
             ),
         )
 

@@ -188,11 +188,9 @@ def feed_what_the_host_has(self: SampledIds, step: StagedStep) -> None:
     pass
 
 
-def keep_in_the_order_of_the_step(
-    self: SampledIds, step: StagedStep, token_ids: Tensor, sound: Tensor
-) -> Tensor:
+def keep_in_the_order_of_the_step(self: SampledIds, step: StagedStep, token_ids: Tensor) -> None:
     in_order = dataclasses.replace(step, batch_rows=step.batch_rows.sort().values)
-    return KEEP(self, in_order, token_ids, sound)
+    KEEP(self, in_order, token_ids)
 
 
 FILL, KEEP = SampledIds.fill, SampledIds.keep

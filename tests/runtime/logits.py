@@ -14,15 +14,10 @@ from cb_backend.runtime.models.interface import CausalModel
 from gpu_check.serving import Logits
 
 
-@torch.inference_mode()
-def packed_logits(
-    model: CausalModel,
-    prompts: Sequence[Sequence[int]],
-    block_size: int = 4,
-    wanted: Tensor | None = None,
-) -> list[Tensor]:
-    """Logits [tokens, V] of each prompt, all computed in one ragged pass; or in one tensor, of the
-    `wanted` of all their tokens."""
+def packed_step(
+    model: CausalModel, prompts: Sequence[Sequence[int]], block_size: int
+) -> tuple[Tensor, Tensor, StepAttention]:
+    """Token ids, positions and attention of one ragged pass over all prompts."""
     counts = [len(prompt) for prompt in prompts]
     width = -(-max(counts) // block_size)
     cpu = torch.device("cpu")
@@ -38,10 +33,23 @@ def packed_logits(
     )
     attention = StepAttention(cache, batch, starts * width * block_size + positions)
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    return tokens, positions, attention
+
+
+@torch.inference_mode()
+def packed_logits(
+    model: CausalModel,
+    prompts: Sequence[Sequence[int]],
+    block_size: int = 4,
+    wanted: Tensor | None = None,
+) -> list[Tensor]:
+    """Logits [tokens, V] of each prompt, all computed in one ragged pass; or in one tensor, of the
+    `wanted` of all their tokens."""
+    step = packed_step(model, prompts, block_size)
     if wanted is not None:
-        return [model.forward(tokens, positions, attention, wanted)]
-    logits = model.forward(tokens, positions, attention, torch.arange(len(tokens)))
-    return list(logits.split(counts))
+        return [model.forward(*step, wanted)]
+    logits = model.forward(*step, torch.arange(len(step[0])))
+    return list(logits.split([len(prompt) for prompt in prompts]))
 
 
 def differing(logits: Logits, expected: Logits) -> list[tuple[str, int]]:

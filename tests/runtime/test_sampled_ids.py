@@ -7,7 +7,7 @@ import torch
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import Admission, ScheduledRow, StepPlan, StepRows
-from cb_backend.runtime.sampled_ids import HostSampledIds, SampledIds, SampledStep
+from cb_backend.runtime.sampled_ids import UNSOUND, HostSampledIds, SampledIds, SampledStep
 from cb_backend.runtime.staging import StagedStep, stage
 from cb_backend.runtime.streams import HostStreams
 from cb_backend.runtime.token_batch import TokenBatch
@@ -40,7 +40,7 @@ def two_steps() -> tuple[StagedStep, StagedStep]:
 def test_each_row_finds_the_token_that_it_sampled(ids: Ids) -> None:
     first, second = two_steps()
     sampled = torch.tensor([{"a": 71, "b": 72}[name] for name in first.inputs.request_ids])
-    ids.keep(first, sampled, torch.tensor([True, True]))
+    ids.keep(first, sampled)
     ids.fill(second)
     assert second.inputs.request_ids == ["b", "a"]
     assert second.token_ids.tolist() == [72, 71]
@@ -54,15 +54,14 @@ def test_tokens_that_came_with_the_admission_stay_as_they_are(ids: Ids) -> None:
 
 def test_what_an_unsound_row_sampled_can_be_looked_up(ids: Ids) -> None:
     first, second = two_steps()
-    ids.keep(first, torch.tensor([2**40, 2**40]), torch.tensor([False, False]))
+    ids.keep(first, torch.tensor([UNSOUND, UNSOUND]))
     ids.fill(second)
     assert second.token_ids.tolist() == [0, 0]
 
 
-def test_a_result_tells_tokens_from_rows_that_failed(ids: Ids) -> None:
-    first, _ = two_steps()
-    kept = ids.keep(first, torch.tensor([7, 8]), torch.tensor([True, False]))
-    result = SampledStep(["a", "b"], HostStreams().read(kept)).result()
+def test_a_result_tells_tokens_from_rows_that_failed() -> None:
+    reading = HostStreams().read(torch.tensor([7, UNSOUND]))
+    result = SampledStep(["a", "b"], reading).result()
     assert result.token_ids == {"a": (7,)}
     assert result.failed["b"].code == "request_failed"
 

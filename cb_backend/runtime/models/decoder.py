@@ -6,7 +6,7 @@ Works on one flat row of tokens [T, hidden] of several requests. Engine thread.
 from __future__ import annotations
 
 import torch
-from cb_kernels import PlainDecoder, uses_triton
+from cb_kernels import PagedStep, PlainDecoder, TurnTables, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.embedding import Embedding
@@ -42,6 +42,7 @@ class Decoder(nn.Module):
         self.lm_head = lm_head
         self._ropes = ropes
         self._plain = plain
+        self._turn_tables = TurnTables([])
         self._deterministic = deterministic
 
     @property
@@ -64,6 +65,12 @@ class Decoder(nn.Module):
     def is_capturable(self) -> bool:
         return not any(layer.experts for layer in self.spec.layers)  # the host counts their rows
 
+    @property
+    def finds_best(self) -> bool:
+        # Once they are scaled or capped, and rounded again, others may be the largest.
+        as_they_are = self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None
+        return self._plain is not None and self._plain.has_head and as_they_are
+
     def is_batch_invariant(self, *, paged: bool) -> bool:
         if uses_triton(self.norm.weight):
             # The router of a mixture of experts is torch's.
@@ -85,9 +92,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         logits: Tensor  # [R, V]
         if self._plain is not None and (paged := attention.paged) is not None:
-            longest = max(paged.batch.seq_lens)
-            turns = [rope.turns_up_to(longest) for rope in self._ropes.values()]
-            logits = self._plain(token_ids, turns, paged, logit_rows)
+            logits = self._plain(token_ids, self._tables(paged), paged, logit_rows)
             if not self._plain.has_head:
                 logits = self.lm_head(logits)
         else:
@@ -97,6 +102,21 @@ class Decoder(nn.Module):
         if (cap := self.spec.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def best(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
+    ) -> Tensor:
+        paged = attention.paged
+        assert self._plain is not None
+        assert paged is not None
+        return self._plain.best(token_ids, self._tables(paged), paged, logit_rows)
+
+    def _tables(self, paged: PagedStep) -> TurnTables:
+        longest = max(paged.batch.seq_lens)
+        if self._turn_tables.num_positions < longest:
+            pairs = [rope.turns_up_to(longest) for rope in self._ropes.values()]
+            self._turn_tables = TurnTables(pairs)
+        return self._turn_tables
 
     def _normed(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor

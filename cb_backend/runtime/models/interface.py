@@ -92,6 +92,12 @@ class CausalModel(Protocol):
         """Whether a forward pass waits for nothing and launches by its shapes alone."""
         ...
 
+    @property
+    def finds_best(self) -> bool:
+        """Whether on an attention that is `paged` it finds the largest logits without writing all
+        of them."""
+        ...
+
     def is_batch_invariant(self, *, paged: bool) -> bool:
         """Whether a token's logits have the same bits whatever tokens come with it and however its
         sequence was cut, on a deterministic attention; `paged`: one that is `Attention.paged`."""
@@ -101,4 +107,11 @@ class CausalModel(Protocol):
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
     ) -> Tensor:
         """Logits [R, V] of the tokens at `logit_rows` [R], given token_ids and positions [T]."""
+        ...
+
+    def best(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
+    ) -> Tensor:
+        """The ids [R] of the largest of `forward`'s logits, the first of equals; -1 where that is
+        no finite number. Only where it `finds_best`."""
         ...

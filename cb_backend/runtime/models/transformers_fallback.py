@@ -75,8 +75,17 @@ class TransformersModel:
     def is_capturable(self) -> bool:
         return False  # nobody knows what it waits for
 
+    @property
+    def finds_best(self) -> bool:
+        return False
+
     def is_batch_invariant(self, *, paged: bool) -> bool:
         return False  # its sums are torch's
+
+    def best(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
+    ) -> Tensor:
+        raise AssertionError("it finds no best")
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor

@@ -1,6 +1,7 @@
 /* y = x W^T of bfloat16 with float sums; what follows it is done while the sums are still in cache.
 
    The weight is packed in panels of 64 outputs: [N / 64, K / 2, 64] of pairs along K. */
+#include "best.h"
 #include "product.h"
 
 #if HAS_PAIRS
@@ -23,6 +24,7 @@ struct output {
     int gated;            /* a panel is 32 of gate, then their 32 of up; y is silu(gate) * up */
     uint16_t *y;          /* [M, width] */
     int64_t width;        /* N, or N / 2 when gated */
+    struct best *best;    /* [M]: each row's largest, in place of y; or NULL. Not when gated */
 };
 
 INLINE vf sum_at(const struct output *o, const float *sums, int64_t first, int column) {
@@ -32,6 +34,11 @@ INLINE vf sum_at(const struct output *o, const float *sums, int64_t first, int c
 
 /* sums [64] to y's row: `num` columns from `first` on, a whole number of vectors. */
 INLINE void finish(const struct output *o, const float *sums, int64_t row, int64_t first, int num) {
+    if (o->best) {
+        for (int j = 0; j < num; j += LANES)
+            note_best(o->best + row, sum_at(o, sums, first, j), first + j);
+        return;
+    }
     uint16_t *y = o->y + row * o->width;
     if (!o->gated) {
         const uint16_t *onto = o->onto ? o->onto + row * o->width + first : NULL;
@@ -135,7 +142,7 @@ static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *
 void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, const uint16_t *bias,
                const uint16_t *onto, float scale, int gated, uint16_t *y, int64_t num_rows,
                int64_t num_in, int64_t num_out) {
-    struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out};
+    struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out, NULL};
 #pragma omp parallel
     linear_by_team(x, x_stride, panels, &o, num_rows, num_in, num_out);
 }

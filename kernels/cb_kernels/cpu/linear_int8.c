@@ -7,6 +7,7 @@
 
    The weight is packed in panels of 64 outputs: [N / 64, K / 4, 64] of four bytes along K, K padded
    to whole groups. */
+#include "best.h"
 #include "product.h"
 
 /* Whether the processor multiplies bytes (VPDPBUSD). */
@@ -49,6 +50,7 @@ struct int8_output {
     int gated, bf16; /* bias, onto and y are bfloat16, or float */
     void *y;
     int64_t width;
+    struct best *best;
 };
 
 INLINE int8_t *values_of(const struct rounded *r, int64_t row) {
@@ -172,6 +174,11 @@ INLINE vf int8_sum_at(const struct int8_output *o, const struct int8_weight *w, 
 /* As `finish` in linear.c, for float as well. */
 INLINE void finish_int8(const struct int8_output *o, const struct int8_weight *w,
                         const float *sums, int64_t row, int64_t first, int num) {
+    if (o->best) {
+        for (int j = 0; j < num; j += LANES)
+            note_best(o->best + row, int8_sum_at(o, w, sums, first, j), first + j);
+        return;
+    }
     int64_t y = row * o->width + (o->gated ? first / 2 : first);
     int width = o->gated ? num / 2 : num;
     for (int j = 0; j < width; j += LANES) {
@@ -274,7 +281,8 @@ void cb_linear_int8(const void *x, int64_t x_stride, const uint32_t *panels, con
                     const void *bias, const void *onto, float scale, int gated, int bf16, void *y,
                     int64_t num_rows, int64_t num_in, int64_t num_out, char *room) {
     struct int8_weight w = {panels, scales};
-    struct int8_output o = {bias, onto, scale, gated, bf16, y, gated ? num_out / 2 : num_out};
+    struct int8_output o = {bias, onto, scale, gated, bf16, y, gated ? num_out / 2 : num_out,
+                            NULL};
 #pragma omp parallel
     int8_linear_by_team(x, x_stride, &w, &o, num_rows, num_in, num_out, room);
 }

@@ -35,7 +35,8 @@ struct step { /* mirrored in plain_decoder.py */
     uint16_t *x, *kept;                           /* [tokens, hidden], room */
     uint16_t *normed, *qkv, *attended, *gated;    /* and more of it, [tokens, ...] */
     char *rounded;                                /* of the widest x, where weights are of bytes */
-    uint16_t *out;                                /* [num_wanted, vocab], or [num_wanted, hidden] */
+    uint16_t *out; /* [num_wanted, vocab], or [num_wanted, hidden]; or NULL, and in its place: */
+    int64_t *best; /* [num_wanted], ids of the largest logits; -1 where that is not finite */
 };
 
 /* Some tokens on their way through a layer. */
@@ -50,7 +51,8 @@ INLINE void multiply(const struct step *s, int64_t num_rows, const uint16_t *x,
 #if HAS_INT8
     if (scales) {
         struct int8_weight weight = {panels, scales};
-        struct int8_output output = {o->bias, o->onto, o->scale, o->gated, 1, o->y, o->width};
+        struct int8_output output = {o->bias, o->onto, o->scale, o->gated, 1, o->y, o->width,
+                                     o->best};
         int8_linear_by_team(x, num_in, &weight, &output, num_rows, num_in, num_out, s->rounded);
         return;
     }
@@ -106,6 +108,7 @@ struct plan {
     struct job *jobs, *last_jobs; /* of attention; of the last layer's, those with wanted tokens */
     int64_t num_jobs, num_last_jobs;
     int32_t *positions; /* [tokens] */
+    struct best *bests; /* see `answer` */
     char *is_wanted;    /* [tokens] */
     char *is_alone;     /* [tokens]: its row's only one */
 };
@@ -117,7 +120,7 @@ INLINE void attend_layer(const struct model *m, const struct layer *l, const str
                          int64_t index, const struct plan *plan, const struct problem *p,
                          struct tile *tile) {
     int64_t qkv_width = (m->heads + 2 * m->kv_heads) * m->dim;
-    struct output qkv = {l->qkv_bias, NULL, 1.0f, 0, s->qkv, qkv_width};
+    struct output qkv = {l->qkv_bias, NULL, 1.0f, 0, s->qkv, qkv_width, NULL};
     int is_last = index == m->num_layers - 1;
     const struct job *jobs = is_last ? plan->last_jobs : plan->jobs;
     int64_t num_jobs = is_last ? plan->num_last_jobs : plan->num_jobs;
@@ -140,9 +143,9 @@ INLINE void attend_layer(const struct model *m, const struct layer *l, const str
 /* The second half: projection and MLP, onto x. */
 INLINE void feed_forward(const struct model *m, const struct layer *l, const struct step *s,
                          const struct tokens *t) {
-    struct output output = {l->output_bias, t->x, m->residual_scale, 0, t->x, m->hidden};
-    struct output gated = {l->gate_up_bias, NULL, 1.0f, 1, s->gated, m->width};
-    struct output down = {l->down_bias, t->x, m->residual_scale, 0, t->x, m->hidden};
+    struct output output = {l->output_bias, t->x, m->residual_scale, 0, t->x, m->hidden, NULL};
+    struct output gated = {l->gate_up_bias, NULL, 1.0f, 1, s->gated, m->width, NULL};
+    struct output down = {l->down_bias, t->x, m->residual_scale, 0, t->x, m->hidden, NULL};
     multiply(s, t->num, t->attended, l->output, l->output_scales, &output, m->heads * m->dim,
              m->hidden);
     norm_by_team(t->x, l->mlp_norm, s->normed, t->num, m->hidden, m->eps);
@@ -163,11 +166,19 @@ INLINE struct tokens keep_wanted(const struct model *m, const struct step *s) {
     return kept;
 }
 
-INLINE void answer(const struct model *m, const struct step *s, const struct tokens *t) {
+/* `bests` [threads, num_wanted], where only the largest logits are asked for. */
+INLINE void answer(const struct model *m, const struct step *s, const struct tokens *t,
+                   struct best *bests) {
+    struct best *own = bests ? bests + omp_get_thread_num() * t->num : NULL;
+    for (int64_t i = 0; own && i < t->num; i++) own[i] = no_best();
     norm_by_team(t->x, m->norm, m->head ? s->normed : s->out, t->num, m->hidden, m->eps);
-    struct output logits = {NULL, NULL, 1.0f, 0, s->out, m->vocab};
-    if (m->head)
-        multiply(s, t->num, s->normed, m->head, m->head_scales, &logits, m->hidden, m->vocab);
+    if (!m->head) return;
+    struct output logits = {NULL, NULL, 1.0f, 0, s->out, m->vocab, own};
+    multiply(s, t->num, s->normed, m->head, m->head_scales, &logits, m->hidden, m->vocab);
+    if (!bests) return;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < t->num; i++)
+        s->best[i] = settle_best(bests + i, omp_get_num_threads(), t->num);
 }
 
 /* Whether everything that the step names is there. */
@@ -214,7 +225,7 @@ static void run_model(const struct model *m, const struct layer *layers, const s
             if (i == m->num_layers - 1) t = keep_wanted(m, s);
             feed_forward(m, &layers[i], s, &t);
         }
-        answer(m, s, &t);
+        answer(m, s, &t, plan->bests);
     }
 }
 
@@ -250,14 +261,16 @@ int cb_plain_decoder(const struct model *m, const struct layer *layers, const st
         .positions = malloc((s->tokens + 1) * sizeof(int32_t)),
         .is_wanted = calloc(2 * (s->tokens + 1), 1),
     };
-    int status = !plan.jobs || !plan.positions || !plan.is_wanted;
+    int64_t num_bests = s->out ? 0 : omp_get_max_threads() * s->num_wanted;
+    if (num_bests) plan.bests = aligned_alloc(64, num_bests * sizeof(struct best));
+    int status = !plan.jobs || !plan.positions || !plan.is_wanted || (num_bests && !plan.bests);
     if (!status) {
         plan.last_jobs = plan.jobs + s->tokens + 1;
         plan.is_alone = plan.is_wanted + s->tokens + 1;
         make_plan(&shared, s, &plan);
         run_model(m, layers, s, &shared, &plan);
     }
-    free(plan.jobs), free(plan.positions), free(plan.is_wanted);
+    free(plan.jobs), free(plan.positions), free(plan.is_wanted), free(plan.bests);
     return status;
 }
 

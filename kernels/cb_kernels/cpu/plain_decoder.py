@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,21 @@ class PairedCaches:
         self.block_stride, self.head_stride = k_first.stride(0), k_first.stride(2)
 
 
+class TurnTables:
+    """cos and sin of the first positions, of each kind that a model's layers turn by."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`pairs`: bfloat16 [positions, D] each. Raises ValueError for others."""
+        self.pairs = tuple(pairs)  # the library has their addresses
+        tables = [table for pair in pairs for table in pair]
+        self.dims = {table.shape[-1] for table in tables}
+        self.num_positions = min((len(table) for table in tables), default=0)
+        for table in tables:
+            if (table.dim(), table.dtype, table.is_contiguous()) != (2, torch.bfloat16, True):
+                raise ValueError(f"cos and sin must be bfloat16 [positions, D]: {_text(table)}")
+        self.addresses = tuple(_addresses([pair[i] for pair in pairs]) for i in range(2))
+
+
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """A step's rows and where their K and V go.
@@ -65,8 +81,8 @@ class PagedStep:
 
 
 class PlainDecoder:
-    """Call it with token ids [T] int64, the cos and sin [positions, D] that the layers name by
-    number, the step, and which of the T tokens are wanted: [R] int64, R at most T.
+    """Call it with token ids [T] int64, the cos and sin that the layers name by number, the step,
+    and which of the T tokens are wanted: [R] int64, R at most T. One thread.
 
     It returns the wanted tokens' logits [R, vocab], or without a head their norms [R, hidden].
     """
@@ -93,30 +109,52 @@ class PlainDecoder:
             shape.heads * shape.dim,
             layers[0].down.depth,
         )
+        # What a step works in; kept, and as large as the largest step has wanted it.
+        self._room = torch.empty(0, dtype=torch.bfloat16)
 
     @property
     def has_head(self) -> bool:
         return self._ends.head is not None
 
     def __call__(
-        self,
-        token_ids: Tensor,
-        turns: Sequence[tuple[Tensor, Tensor]],
-        step: PagedStep,
-        wanted: Tensor,
+        self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor
     ) -> Tensor:
         """Raises ValueError for arguments that the library would read as something else, and
         IndexError for what is not there."""
+        width = self._model.vocab if self.has_head else self._hidden
+        out = torch.empty(len(wanted), width, dtype=torch.bfloat16)
+        self._run(token_ids, turns, step, wanted, out=out.data_ptr(), best=None)
+        return out
+
+    def best(self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor) -> Tensor:
+        """The ids [R] of the largest logits, the first of equals; -1 where that is no finite
+        number. The logits are not written. Raises as a call does, and without a head."""
+        if not self.has_head:
+            raise ValueError("there are no logits without a head")
+        # By numpy: the first call of torch after a step takes as long as ten of these.
+        ids = np.empty(len(wanted), np.int64)
+        self._run(token_ids, turns, step, wanted, out=None, best=ids.ctypes.data)
+        return torch.from_numpy(ids)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        turns: TurnTables,
+        step: PagedStep,
+        wanted: Tensor,
+        *,
+        out: int | None,
+        best: int | None,
+    ) -> None:
         self._check(token_ids, turns, step, wanted)
         table, starts, lens = step.batch.host_rows()
         caches = step.caches
-        num_tokens, num_wanted = len(token_ids), len(wanted)
-        room = torch.empty(num_tokens * sum(self._room_widths), dtype=torch.bfloat16)
-        starts_of_room = accumulate(
-            (2 * num_tokens * width for width in self._room_widths[:-1]), initial=room.data_ptr()
-        )
-        out = torch.empty(
-            num_wanted, self._model.vocab if self.has_head else self._hidden, dtype=room.dtype
+        num_tokens = len(token_ids)
+        if len(self._room) < num_tokens * sum(self._room_widths):
+            self._room = self._room.new_empty(num_tokens * sum(self._room_widths))
+        rooms = accumulate(
+            (2 * num_tokens * width for width in self._room_widths[:-1]),
+            initial=self._room.data_ptr(),
         )
         c = kernels()
         assert c is not None
@@ -124,29 +162,21 @@ class PlainDecoder:
         if self._rounds:
             assert c.int8 is not None
             rounded = c.int8.room(num_tokens, max(self._room_widths))
-        cos, sin = (_addresses([pair[i] for pair in turns]) for i in range(2))
         facts = StepFacts(
-            *(lens.shape[0], num_tokens, num_wanted, table.stride(0), *caches.shape[:2]),
+            *(len(lens), num_tokens, len(wanted), table.stride(0), *caches.shape[:2]),
             *(caches.block_stride, caches.head_stride),
-            *(each.data_ptr() for each in (table, starts, lens)),
-            *(each.data_ptr() for each in (step.slot_mapping, token_ids, wanted)),
-            *(ctypes.addressof(each) for each in (*caches.addresses, cos, sin)),
-            *starts_of_room,
-            *(None if rounded is None else rounded.data_ptr(), out.data_ptr()),
+            *(table.data_ptr(), starts.data_ptr(), lens.data_ptr()),
+            *(step.slot_mapping.data_ptr(), token_ids.data_ptr(), wanted.data_ptr()),
+            *map(ctypes.addressof, (*caches.addresses, *turns.addresses)),
+            *rooms,
+            *(None if rounded is None else rounded.data_ptr(), out, best),
         )
         status = c.library.cb_plain_decoder(
             ctypes.byref(self._model), self._layers, ctypes.byref(facts)
         )
         raise_for(status, "a token id, a wanted token, or a row's block or slot is not there")
-        return out
 
-    def _check(
-        self,
-        token_ids: Tensor,
-        turns: Sequence[tuple[Tensor, Tensor]],
-        step: PagedStep,
-        wanted: Tensor,
-    ) -> None:
+    def _check(self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor) -> None:
         num_tokens = step.batch.num_tokens
         for name, tensor, count in (
             ("token ids", token_ids, num_tokens),
@@ -156,19 +186,14 @@ class PlainDecoder:
             is_int64 = tensor.dtype == torch.int64 and tensor.is_contiguous()
             if tensor.shape != (count,) or not is_int64:
                 raise ValueError(f"{name} must be int64 [{count}], got {_text(tensor)}")
-        if len(turns) < self._num_turns:
-            raise ValueError(f"the layers name {self._num_turns} turns, got {len(turns)}")
+        if len(turns.pairs) < self._num_turns:
+            raise ValueError(f"the layers name {self._num_turns} turns, got {len(turns.pairs)}")
         num_positions = max(step.batch.seq_lens, default=0)
-        for turn in (tensor for pair in turns for tensor in pair):
-            if (
-                (turn.dim(), turn.dtype, turn.is_contiguous()) != (2, torch.bfloat16, True)
-                or turn.shape[0] < num_positions
-                or turn.shape[1] != self._shape.dim
-            ):
-                raise ValueError(
-                    f"cos and sin must be bfloat16 [{num_positions} or more, {self._shape.dim}]:"
-                    f" {_text(turn)}"
-                )
+        if turns.pairs and (turns.num_positions < num_positions or turns.dims != {self._shape.dim}):
+            raise ValueError(
+                f"cos and sin must be [{num_positions} or more, {self._shape.dim}], got"
+                f" [{turns.num_positions}, {sorted(turns.dims)}]"
+            )
         if step.caches.num_layers != len(self._weights):
             raise ValueError(f"{len(self._weights)} layers, {step.caches.num_layers} caches")
         wanted_shape = (step.batch.block_size, self._shape.kv_heads, self._shape.dim // 2, 2)

@@ -45,7 +45,7 @@ class StepFacts(ctypes.Structure):
         *((name, _POINTER) for name in ("slots", "token_ids", "wanted")),
         *((name, _POINTER) for name in ("k_caches", "v_caches", "cos", "sin")),
         *((name, _POINTER) for name in ("x", "kept", "normed", "qkv", "attended", "gated")),
-        *((name, _POINTER) for name in ("rounded", "out")),
+        *((name, _POINTER) for name in ("rounded", "out", "best")),
     )
 
 

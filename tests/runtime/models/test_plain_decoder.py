@@ -15,6 +15,8 @@ from cb_kernels import (
     PairedCaches,
     PlainDecoder,
     RaggedBatch,
+    TurnTables,
+    argmax,
     can_pair,
     pack_linear,
     paired_views,
@@ -28,7 +30,7 @@ from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.models.loader import load_model
 from tests.models import TinyModel
 from tests.runtime.driving import prompt_of
-from tests.runtime.logits import packed_logits
+from tests.runtime.logits import packed_logits, packed_step
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 16, 5, 40, 33, 150)]
 _FITS = {"head_dim": 32, "intermediate_size": 96, "vocab_size": 208}
@@ -163,7 +165,8 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
         return PairedCaches([paired_views(k, v, size) for k, v in pools])
 
     ids, slots, last = torch.arange(5), torch.arange(5), torch.tensor([4])
-    turns = [(torch.ones(5, 32, dtype=bf16), torch.zeros(5, 32, dtype=bf16))]
+    cos, sin = torch.ones(5, 32, dtype=bf16), torch.zeros(5, 32, dtype=bf16)
+    turns = TurnTables([(cos, sin)])
     table = torch.zeros(1, 1, dtype=torch.int32)
     batch = RaggedBatch(table, [0, 5], [5], size)
     right = PagedStep(caches(), batch, slots)
@@ -172,7 +175,11 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
     assert plain(ids, turns, right, torch.arange(5)).shape == (5, vocab)
     assert plain(ids, turns, right, last[:0]).shape == (0, vocab)
     other_batch = RaggedBatch(table, [0, 5], [5], 32)
-    short = [(turns[0][0], turns[0][1][:4])]
+    for wrong_table in (cos.float(), cos[:, :16], cos[0]):
+        with pytest.raises(ValueError, match="cos and sin"):
+            TurnTables([(cos, wrong_table)])
+    short = TurnTables([(cos, sin[:4])])
+    narrow = TurnTables([(cos[:, :16].contiguous(),) * 2])
     wrong: list[tuple[str, Tensor, Any, PagedStep, Tensor]] = [
         ("token ids must be", ids[1:], turns, right, last),
         ("token ids must be", ids.int(), turns, right, last),
@@ -180,10 +187,9 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
         ("slots must be", ids, turns, PagedStep(caches(), batch, slots[1:]), last),
         ("wanted tokens must be", ids, turns, right, torch.zeros(6, dtype=torch.int64)),
         ("wanted tokens must be", ids, turns, right, last.int()),
-        ("name 1 turns, got 0", ids, [], right, last),
+        ("name 1 turns, got 0", ids, TurnTables([]), right, last),
         ("cos and sin", ids, short, right, last),
-        ("cos and sin", ids, [(turns[0][0].float(), turns[0][1])], right, last),
-        ("cos and sin", ids, [(turns[0][0][:, :16], turns[0][1])], right, last),
+        ("cos and sin", ids, narrow, right, last),
         ("3 layers, 2 caches", ids, turns, PagedStep(caches(2), batch, slots), last),
         ("the caches must be", ids, turns, PagedStep(right.caches, other_batch, slots), last),
         ("the caches must be", ids, turns, PagedStep(caches(dim=64), batch, slots), last),
@@ -226,7 +232,7 @@ def test_a_block_that_only_a_wider_layer_sees_is_looked_for(tmp_path: Path) -> N
     assert model._plain is not None
     pools = torch.zeros(3, 2, 2, 3, 16 * 32, dtype=torch.bfloat16)
     caches = PairedCaches([paired_views(k, v, 16) for k, v in pools])
-    turns = [(torch.ones(40, 32).bfloat16(), torch.zeros(40, 32).bfloat16())]
+    turns = TurnTables([(torch.ones(40, 32).bfloat16(), torch.zeros(40, 32).bfloat16())])
     for first_block, fits in ((0, True), (-1, False), (3, False)):
         table = torch.tensor([[first_block, 1, 2]], dtype=torch.int32)
         step = PagedStep(caches, RaggedBatch(table, [0, 1], [40], 16), torch.tensor([2 * 16 + 7]))
@@ -268,3 +274,34 @@ def test_the_wanted_tokens_are_those_of_all(tiny: TinyModel, tmp_path: Path) -> 
     for wanted in ([244], [0, 1, 17, 22, 62, 95, 244], [200, 3, 3, 77], []):
         some = packed_logits(model, PROMPTS, block_size=16, wanted=torch.tensor(wanted).long())
         assert torch.equal(torch.cat(some), everything[wanted])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tiny", PLAIN, ids=str)
+def test_the_best_ids_are_those_of_the_logits(tiny: TinyModel, tmp_path: Path) -> None:
+    """Of few rows, of many and of none, on fewer threads and on more than there are panels."""
+    model = load(tiny, tmp_path)
+    assert model.finds_best == (tiny.name not in ("torch-s-head", "granite-scales"))
+    if not model.finds_best:
+        return
+    step = packed_step(model, PROMPTS, block_size=16)
+    every = torch.arange(len(step[0]))
+    logits = model.forward(*step, every)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            for wanted in (every, every[:1], every[3:8], every[:0]):
+                assert torch.equal(model.best(*step, wanted), argmax(logits[wanted])[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_among_equal_logits_the_first_is_best_and_none_that_is_not_finite(tmp_path: Path) -> None:
+    model = load(PLAIN[1], tmp_path)
+    step = packed_step(model, PROMPTS, block_size=16)
+    for norm, expected in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
+        model.norm.weight.fill_(norm)
+        for wanted in (torch.arange(60), torch.arange(2)):
+            assert model.best(*step, wanted).tolist() == [expected] * len(wanted)

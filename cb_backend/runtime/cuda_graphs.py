@@ -102,7 +102,6 @@ class DecodeGraphs:
         if size not in self._graphs:
             # Capturing runs it, on whatever the step before has left: let that write nothing, and
             # read no block that a smaller pool has no more.
-            assert self._step.rows is not None
             self._step.slot_mapping.fill_(_NO_SLOT)
             self._step.rows.seq_lens.fill_(1)
             self._step.rows.block_table.zero_()
@@ -166,7 +165,6 @@ _NOT_SAMPLED = SamplingRows(
 
 def _first(step: StagedStep, size: int) -> StagedStep:
     """The first rows of the step, in the same memory."""
-    assert step.rows is not None
     inputs = step.inputs
     return StagedStep(
         replace(

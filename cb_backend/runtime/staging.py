@@ -34,8 +34,8 @@ class StagedEdits:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """`inputs`, and what of them the device reads; for Triton also the rows, how to sample, and
-    which logits to edit before."""
+    """`inputs`, and what of them the device reads; for Triton also how to sample, and which logits
+    to edit before."""
 
     inputs: StepInputs
     token_ids: Tensor  # [T] int64
@@ -46,7 +46,7 @@ class StagedStep:
     sampled_tokens: Tensor
     sampled_rows: Tensor
     batch_rows: Tensor
-    rows: Rows | None = None
+    rows: Rows
     sampling: SamplingParameters | None = None
     for_graph: bool = False  # padded, see `cuda_graphs`
     edits: StagedEdits | None = None
@@ -56,7 +56,6 @@ def stage(
     inputs: StepInputs, streams: Streams, *, for_triton: bool, for_graph: bool = False
 ) -> StagedStep:
     """All that the device needs, handed over in one go."""
-    has_rows = for_triton or for_graph
     tokens = {
         "token_ids": inputs.token_ids,
         "positions": inputs.positions,
@@ -66,7 +65,7 @@ def stage(
         "sampled_rows": inputs.sampled_rows,
         "batch_rows": inputs.batch_rows,
     }
-    rows = _rows(inputs) if has_rows else {}
+    rows = _rows(inputs)
     sampling = _sampling(inputs.sampling) if for_triton else {}
     rows_to_edit = inputs.edits if for_triton else None
     edits = {} if rows_to_edit is None else _edits(rows_to_edit)
@@ -80,7 +79,7 @@ def stage(
         there["sampled_tokens"],
         there["sampled_rows"],
         there["batch_rows"],
-        Rows(*(there[name] for name in rows)) if has_rows else None,
+        Rows(*(there[name] for name in rows)),
         SamplingParameters(*(there[name] for name in sampling)) if for_triton else None,
         for_graph,
         None if rows_to_edit is None else _staged_edits(rows_to_edit, there),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,13 +151,16 @@ class RaggedBatch:
 
     def host_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Block table [S, B], query_start_loc [S + 1] and seq_lens [S], int32 and contiguous."""
-        return self.derived(
-            "host_rows",
-            lambda: (
-                self.block_table.to(torch.int32).contiguous(),
-                torch.from_numpy(np.array(self.query_start_loc, np.int32)),
-                torch.from_numpy(np.array(self.seq_lens, np.int32)),
-            ),
+        return self.derived("host_rows", self._host_rows)
+
+    def _host_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.on_device is not None and self.device.type == "cpu":
+            rows = self.on_device
+            return rows.block_table.contiguous(), rows.query_start_loc, rows.seq_lens
+        return (
+            self.block_table.to(torch.int32).contiguous(),
+            torch.tensor(self.query_start_loc, dtype=torch.int32),
+            torch.tensor(self.seq_lens, dtype=torch.int32),
         )
 
     def rows(self) -> Rows:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,15 +125,16 @@ class PlainDecoder:
         self._run(token_ids, turns, step, wanted, out=out.data_ptr(), best=None)
         return out
 
-    def best(self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor) -> Tensor:
-        """The ids [R] of the largest logits, the first of equals; -1 where that is no finite
-        number. The logits are not written. Raises as a call does, and without a head."""
+    def best(
+        self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor, ids: Tensor
+    ) -> None:
+        """Give `ids` [R] int64 those of the largest logits, the first of equals; -1 where that is
+        no finite number. The logits are not written. Raises as a call does, and without a head."""
         if not self.has_head:
             raise ValueError("there are no logits without a head")
-        # By numpy: the first call of torch after a step takes as long as ten of these.
-        ids = np.empty(len(wanted), np.int64)
-        self._run(token_ids, turns, step, wanted, out=None, best=ids.ctypes.data)
-        return torch.from_numpy(ids)
+        if ids.dtype != torch.int64 or ids.shape != wanted.shape or not ids.is_contiguous():
+            raise ValueError(f"ids must be int64 {list(wanted.shape)}, got {_text(ids)}")
+        self._run(token_ids, turns, step, wanted, out=None, best=ids.data_ptr())
 
     def _run(
         self,

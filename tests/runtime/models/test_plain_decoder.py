@@ -16,7 +16,6 @@ from cb_kernels import (
     PlainDecoder,
     RaggedBatch,
     TurnTables,
-    argmax,
     can_pair,
     pack_linear,
     paired_views,
@@ -30,7 +29,7 @@ from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.models.loader import load_model
 from tests.models import TinyModel
 from tests.runtime.driving import prompt_of
-from tests.runtime.logits import packed_logits, packed_step
+from tests.runtime.logits import packed_logits
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 16, 5, 40, 33, 150)]
 _FITS = {"head_dim": 32, "intermediate_size": 96, "vocab_size": 208}
@@ -274,34 +273,3 @@ def test_the_wanted_tokens_are_those_of_all(tiny: TinyModel, tmp_path: Path) -> 
     for wanted in ([244], [0, 1, 17, 22, 62, 95, 244], [200, 3, 3, 77], []):
         some = packed_logits(model, PROMPTS, block_size=16, wanted=torch.tensor(wanted).long())
         assert torch.equal(torch.cat(some), everything[wanted])
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("tiny", PLAIN, ids=str)
-def test_the_best_ids_are_those_of_the_logits(tiny: TinyModel, tmp_path: Path) -> None:
-    """Of few rows, of many and of none, on fewer threads and on more than there are panels."""
-    model = load(tiny, tmp_path)
-    assert model.finds_best == (tiny.name not in ("torch-s-head", "granite-scales"))
-    if not model.finds_best:
-        return
-    step = packed_step(model, PROMPTS, block_size=16)
-    every = torch.arange(len(step[0]))
-    logits = model.forward(*step, every)
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2, 5):
-            torch.set_num_threads(num_threads)
-            for wanted in (every, every[:1], every[3:8], every[:0]):
-                assert torch.equal(model.best(*step, wanted), argmax(logits[wanted])[0])
-    finally:
-        torch.set_num_threads(before)
-
-
-@torch.inference_mode()
-def test_among_equal_logits_the_first_is_best_and_none_that_is_not_finite(tmp_path: Path) -> None:
-    model = load(PLAIN[1], tmp_path)
-    step = packed_step(model, PROMPTS, block_size=16)
-    for norm, expected in ((0.0, 0), (float("nan"), -1), (float("inf"), -1)):
-        model.norm.weight.fill_(norm)
-        for wanted in (torch.arange(60), torch.arange(2)):
-            assert model.best(*step, wanted).tolist() == [expected] * len(wanted)

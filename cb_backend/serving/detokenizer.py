@@ -23,6 +23,8 @@ class Detokenizer:
     Such an end is held back until the tokens that complete it have come, or `flush`.
     """
 
+    __slots__ = ("_decode", "_num_context", "_num_given", "_window")
+
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []

@@ -135,6 +135,8 @@ class _TextAssembly:
     No stop string ends it within its first `min_tokens` tokens.
     """
 
+    __slots__ = ("_detokenizer", "_min_tokens", "_num_cached_tokens", "_num_tokens", "_stop")
+
     def __init__(self, codec: TextCodec, stop: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = codec.detokenizer()
         self._stop = StopStrings(stop)

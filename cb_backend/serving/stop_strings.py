@@ -14,6 +14,8 @@ class StopStrings:
     automaton step per character and stop string.
     """
 
+    __slots__ = ("_automata", "_first_characters", "_held")
+
     def __init__(self, stops: Sequence[str]) -> None:
         self._automata = [_Automaton(stop, _borders(stop)) for stop in stops]
         self._first_characters = {stop[0] for stop in stops}

@@ -182,7 +182,7 @@ async def test_a_client_that_takes_nothing_is_cut_and_the_stream_closed(
 async def test_a_client_that_is_slow_but_takes_something_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_watch, "STALLED_CLIENT_S", 0.1)
+    monkeypatch.setattr(client_watch, "STALLED_CLIENT_S", 0.6)
     taken = []
 
     async def lines() -> AsyncGenerator[bytes, None]:
@@ -195,7 +195,7 @@ async def test_a_client_that_is_slow_but_takes_something_is_kept(
 
     async def send(message: Message) -> None:
         if message.get("body"):
-            await asyncio.sleep(0.04)
+            await asyncio.sleep(0.15)
             taken.append(message["body"])
 
     await StreamResponse(b"0", lines())({"type": "http"}, receive, send)

@@ -6,6 +6,7 @@ A server tells an application that its client has left through `receive`, and on
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
@@ -29,18 +30,23 @@ async def run_while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
     The request's body must have been read: what `receive` gives next is the disconnect.
     """
+    return await _run_until(work, _client_left(receive))
+
+
+async def _run_until(work: Awaitable[T], *ends: Awaitable[None]) -> T:
+    """The result of `work`, which is cancelled at the first of `ends`: ClientLeftError then."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_client_left(receive))
+    watchers = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *watchers}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientLeftError
         return task.result()
     finally:
-        watcher.cancel()
-        task.cancel()
+        for each in (*watchers, task):
+            each.cancel()
         # The work is closed, and its engine request aborted, before the caller goes on.
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        await asyncio.gather(task, *watchers, return_exceptions=True)
 
 
 async def _client_left(receive: Receive) -> None:
@@ -61,11 +67,12 @@ class StreamResponse(Response):
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, self._send_all(send))
-        except (ClientLeftError, TimeoutError):
+            await _run_until(self._send_all(send), _client_left(receive), self._client_stalled())
+        except ClientLeftError:
             pass  # there is nobody to tell; the server closes the connection
         finally:
             await self._rest.aclose()
@@ -84,5 +91,15 @@ class StreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_piece(self, send: Send, piece: bytes) -> None:
-        async with asyncio.timeout(STALLED_CLIENT_S):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._sending_since = None
+
+    async def _client_stalled(self) -> None:
+        """Looks when the client could have stalled: a timer for each piece would cost as much as
+        the piece."""
+        left = STALLED_CLIENT_S
+        while left > 0:
+            await asyncio.sleep(left)
+            since = self._sending_since
+            left = STALLED_CLIENT_S - (0 if since is None else time.monotonic() - since)

@@ -11,9 +11,9 @@ REPLACEMENT = "\ufffd"
 
 # Tokens that are decoded again with each new one, since a decoder's output depends on what is
 # around a token (leading spaces, the bytes of one character). More is slower, never more exact.
-_WINDOW_TOKENS = 16
+_WINDOW_TOKENS = 6
 # A character has at most 4 bytes, so more than this many tokens without a whole one are bytes
-# that will never be one.
+# that will never be one. Nor is more kept for the sake of a context that has text.
 _MAX_HELD_TOKENS = 64
 
 
@@ -22,6 +22,8 @@ class Detokenizer:
 
     Such an end is held back until the tokens that complete it have come, or `flush`.
     """
+
+    __slots__ = ("_decode", "_num_context", "_num_given", "_window")
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -51,9 +53,12 @@ class Detokenizer:
         return piece
 
     def _give(self, text: str) -> None:
-        """All of the window's text is out: keep the last tokens as context for the next."""
+        """All of the window's text is out: keep the last tokens as context for the next. Special
+        tokens have no text, and after them alone a decoder would take it for the beginning."""
         self._num_given = len(text)
         if len(self._window) > _WINDOW_TOKENS:
-            self._window = self._window[self._num_context :]
-            self._num_given = len(self._decode(self._window))
+            context = self._window[self._num_context :]
+            num_given = len(self._decode(context))
+            if num_given or len(self._window) > _MAX_HELD_TOKENS:
+                self._window, self._num_given = context, num_given
         self._num_context = len(self._window)

@@ -23,25 +23,30 @@ async def interleave(
             async for item in source:
                 yield 0, item
         return
-    waiting = {_ask(source): index for index, source in enumerate(sources)}
+    asked: dict[asyncio.Future[T], int] = {}
+    # Each tells of itself once: to wait for all of them would look at every one for each item.
+    done: asyncio.Queue[asyncio.Future[T]] = asyncio.Queue()
+
+    def ask(index: int) -> None:
+        task = asyncio.ensure_future(anext(sources[index]))
+        task.add_done_callback(done.put_nowait)
+        asked[task] = index
+
+    for index in range(len(sources)):
+        ask(index)
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                index = waiting.pop(task)
-                try:
-                    item = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[_ask(sources[index])] = index
-                yield index, item
+        while asked:
+            task = await done.get()
+            index = asked.pop(task)
+            try:
+                item = task.result()
+            except StopAsyncIteration:
+                continue
+            ask(index)
+            yield index, item
     finally:
-        for task in waiting:
+        for task in asked:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*asked, return_exceptions=True)
         for source in sources:
             await source.aclose()
-
-
-def _ask(source: AsyncGenerator[T, None]) -> asyncio.Future[T]:
-    return asyncio.ensure_future(anext(source))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
@@ -24,8 +23,7 @@ from cb_backend.serving.token_stream import TokenStream
 TextFinish = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):  # a tuple: each token of each stream makes one
     """What new tokens add to the text. The last delta of a request has a finish reason."""
 
     text: str  # may be empty: a character or a stop string may still be unfinished
@@ -119,10 +117,10 @@ class LanguageModel:
             cost = event.cost
             if event.finish_reason is None:  # a stop string, of which the engine knows nothing
                 if delta.text:
-                    yield replace(delta, finish_reason=None)
-                    delta = replace(delta, text="")
+                    yield delta._replace(finish_reason=None)
+                    delta = delta._replace(text="")
                 cost = await stream.end()
-            yield replace(delta, cost=cost)
+            yield delta._replace(cost=cost)
             return
         raise RequestFailedError("the engine ended the stream without a finish reason")
 
@@ -136,6 +134,8 @@ class _TextAssembly:
 
     No stop string ends it within its first `min_tokens` tokens.
     """
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_num_cached_tokens", "_num_tokens", "_stop")
 
     def __init__(self, codec: TextCodec, stop: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = codec.detokenizer()
@@ -151,9 +151,9 @@ class _TextAssembly:
         text, stopped = self._add_tokens(_text_tokens(event))
         if stopped:
             return self._delta(text, "stop")
-        self._num_tokens += len(event.token_ids) - len(_text_tokens(event))
         if event.finish_reason is None:
             return self._delta(text)
+        self._num_tokens += len(event.token_ids) - len(_text_tokens(event))
         tail, stopped = self._stop.feed(self._detokenizer.flush(), may_end=self._may_end)
         if not stopped:
             tail += self._stop.flush()
@@ -161,16 +161,16 @@ class _TextAssembly:
         return self._delta(text + tail, "stop" if stopped else finish)
 
     def _add_tokens(self, token_ids: Iterable[int]) -> tuple[str, bool]:
-        pieces: list[str] = []
+        text = ""
         for token_id in token_ids:
             self._num_tokens += 1
             piece, stopped = self._stop.feed(
                 self._detokenizer.feed(token_id), may_end=self._may_end
             )
-            pieces.append(piece)
+            text += piece
             if stopped:
-                return "".join(pieces), True
-        return "".join(pieces), False
+                return text, True
+        return text, False
 
     @property
     def _may_end(self) -> bool:

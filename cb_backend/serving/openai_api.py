@@ -214,17 +214,17 @@ async def _stream(
         try:
             async for choice, delta in deltas:
                 usage.count(choice, delta)
-                pieces = [] if choice in begun else [sse(one) for one in form.opening(choice)]
+                piece = b"" if choice in begun else form.opening(choice)
                 if delta.text or delta.finish_reason is not None:
-                    pieces.append(sse(form.chunk(choice, delta.text, delta.finish_reason)))
-                if pieces or not begun:  # a first token lets the headers go, text or not
+                    piece += form.chunk(choice, delta.text, delta.finish_reason)
+                if piece or not begun:  # a first token lets the headers go, text or not
                     begun.add(choice)
-                    yield b"".join(pieces)
+                    yield piece
         except Exception as error:
             if not begun:
                 raise
             yield sse(error_body(as_cb_error(error)))
             return
     if include_usage:
-        yield sse(form.usage_chunk(usage))
+        yield form.usage_chunk(usage)
     yield DONE

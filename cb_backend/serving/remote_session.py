@@ -100,14 +100,13 @@ class RemoteSession:
 
     async def _read(self) -> None:
         """Until the connection ends, whoever ends it; then every reader is told."""
+        loop = asyncio.get_running_loop()
         reason = "the runner closed the connection"
         try:
-            while True:
-                async with asyncio.timeout(self._silence_limit_s):
-                    line = await self._response.content.readline()
-                if not line:
-                    break
-                self._fan_out(wire.decode_step(line))
+            async with asyncio.timeout(self._silence_limit_s) as silence:
+                while line := await self._response.content.readline():
+                    self._fan_out(wire.decode_step(line))
+                    silence.reschedule(loop.time() + self._silence_limit_s)
         except TimeoutError:
             reason = f"the runner has been silent for {self._silence_limit_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:

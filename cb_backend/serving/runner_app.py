@@ -111,18 +111,13 @@ class RunnerRoutes:
         return JSONResponse({})
 
     async def _lines(self, engine: AsyncEngine) -> AsyncGenerator[bytes, None]:
-        session = _Session(engine, self.metrics)
+        session = _Session(engine, self.metrics, self._heartbeat_s)
         self._sessions[session.id] = session
         try:
             yield wire.encode_hello(session.id)
             while not (self._draining and session.is_idle):
-                try:
-                    async with asyncio.timeout(self._heartbeat_s):
-                        await session.has_unsent.wait()
-                except TimeoutError:
-                    yield wire.HEARTBEAT
-                else:
-                    yield session.take()
+                await session.has_unsent.wait()
+                yield session.take()
         finally:
             del self._sessions[session.id]
             session.close()
@@ -136,12 +131,17 @@ class RunnerRoutes:
 class _Session:
     """The requests of one gateway worker. All of it happens on the loop."""
 
-    def __init__(self, engine: AsyncEngine, metrics: EngineMetrics | None) -> None:
+    def __init__(
+        self, engine: AsyncEngine, metrics: EngineMetrics | None, heartbeat_s: float
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.has_unsent = asyncio.Event()
         self._engine = engine
         self._metrics = metrics
-        self._receiver = LoopReceiver(asyncio.get_running_loop(), self._on_step)
+        self._loop = asyncio.get_running_loop()
+        self._receiver = LoopReceiver(self._loop, self._on_step)
+        self._heartbeat_s = heartbeat_s
+        self._next_beat = self._loop.call_later(heartbeat_s, self._beat)
         self._tags: dict[str, int] = {}  # of live requests, by request id
         self._request_ids: dict[int, str] = {}
         self._timers: dict[str, RequestTimer] = {}
@@ -173,6 +173,7 @@ class _Session:
         return b"".join(lines)
 
     def close(self) -> None:
+        self._next_beat.cancel()
         for tag in list(self._request_ids):
             self.abort(tag)
 
@@ -187,8 +188,16 @@ class _Session:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
         if tagged:
-            self._unsent.append(wire.encode_step(tagged))
-            self.has_unsent.set()
+            self._send(wire.encode_step(tagged))
+
+    def _beat(self) -> None:
+        """Whether there are steps or not: a timer for each wait would cost each step one."""
+        self._send(wire.HEARTBEAT)
+        self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
+
+    def _send(self, line: bytes) -> None:
+        self._unsent.append(line)
+        self.has_unsent.set()
 
     def _forget(self, request_id: str) -> None:
         del self._request_ids[self._tags.pop(request_id)]

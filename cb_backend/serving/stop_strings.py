@@ -10,19 +10,22 @@ class StopStrings:
     """Holds back exactly the longest end of the text that may still become a stop string.
 
     The stop string that is complete first ends the text; what is before its start is the text. So
-    the result does not depend on how the text was cut into pieces, and the cost is one automaton
-    step per character and stop string.
+    the result does not depend on how the text was cut into pieces, and the cost is at most one
+    automaton step per character and stop string.
     """
+
+    __slots__ = ("_automata", "_first_characters", "_held")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._automata = [_Automaton(stop, _borders(stop)) for stop in stops]
+        self._first_characters = {stop[0] for stop in stops}
         self._held = ""
 
     def feed(self, piece: str, *, may_end: bool = True) -> tuple[str, bool]:
         """The text that is now certain, and whether a stop string ended it. None that is complete
         in this piece does unless it `may_end`."""
-        if not self._automata:
-            return piece, False
+        if not self._held and self._first_characters.isdisjoint(piece):
+            return piece, False  # as nearly all: no stop string has begun, and none begins
         text = self._held + piece
         for end in range(len(self._held), len(text)):
             found = [a.stop for a in self._automata if a.advance(text[end])]

@@ -38,12 +38,22 @@ class TokenStream:
     objects, and never holds up the engine.
     """
 
+    __slots__ = (
+        "_closed",
+        "_dropped",
+        "_finished",
+        "_on_drop",
+        "_unread",
+        "_waiter",
+        "on_event",
+    )
+
     def __init__(self, on_drop: Callable[[], None]) -> None:
         self.on_event: Callable[[TokenEvent], None] | None = None  # told of each as it comes
         self._on_drop = on_drop
         self._dropped = False
         self._unread: TokenEvent | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # the reader's last
         self._finished = False  # the terminal event has been put
         self._closed = False  # the reader has had the terminal event, or has left
 
@@ -73,10 +83,7 @@ class TokenStream:
             raise StopAsyncIteration
         while self._unread is None:
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter
         event, self._unread = self._unread, None
         if event.error is not None and event.token_ids:
             # The tokens that came before the failure are the reader's; the error comes next.

@@ -177,3 +177,26 @@ async def test_a_client_that_takes_nothing_is_cut_and_the_stream_closed(
     await anext(rest)
     await StreamResponse(b"x", rest)({"type": "http"}, receive, send)
     assert closed
+
+
+async def test_a_client_that_is_slow_but_takes_something_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_watch, "STALLED_CLIENT_S", 0.6)
+    taken = []
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        for line in (b"1", b"2", b"3", b"4", b"5"):
+            yield line
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            await asyncio.sleep(0.15)
+            taken.append(message["body"])
+
+    await StreamResponse(b"0", lines())({"type": "http"}, receive, send)
+    assert taken == [b"0", b"1", b"2", b"3", b"4", b"5"]

@@ -82,8 +82,9 @@ def test_special_tokens_are_not_text(codec: TextCodec, script: Script) -> None:
     assert "".join(pieces_of(codec, token_ids)) == "abcd"
 
 
-def test_a_decoder_that_strips_the_first_space_keeps_the_others() -> None:
-    """SentencePiece's way: a word's space belongs to it, and unknown characters are byte tokens."""
+@pytest.fixture
+def sentencepiece() -> TextCodec:
+    """Its way: a word's space belongs to it, and unknown characters are byte tokens."""
     vocabulary = {"<unk>": 0, "▁the": 1, "▁fox": 2, "es": 3}
     vocabulary |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -95,8 +96,35 @@ def test_a_decoder_that_strips_the_first_space_keeps_the_others() -> None:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    tokenizer.add_special_tokens(["<tool>"])  # behind the bytes
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def test_a_decoder_that_strips_the_first_space_keeps_the_others(sentencepiece: TextCodec) -> None:
     euro = [4 + byte for byte in "€😀".encode()]
-    pieces = pieces_of(codec, [1, 2, 3, *euro, 2] * 20)
+    pieces = pieces_of(sentencepiece, [1, 2, 3, *euro, 2] * 20)
     assert "".join(pieces) == ("the foxes€😀 fox" + " the foxes€😀 fox" * 19)
     assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("words", range(1, 20))
+def test_a_special_token_between_two_words_takes_no_space_away(
+    sentencepiece: TextCodec, words: int
+) -> None:
+    special = 4 + 256
+    pieces = pieces_of(sentencepiece, [*[1] * words, special, special, 2])
+    assert "".join(pieces) == "the " * words + "fox"
+
+
+def test_special_tokens_without_end_are_not_kept(codec: TextCodec, script: Script) -> None:
+    longest = 0
+
+    def watching_decode(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return codec.decode(token_ids)
+
+    detokenizer = Detokenizer(watching_decode)
+    for _ in range(500):
+        detokenizer.feed(script.id_of("<|end|>"))
+    assert longest < 100

@@ -58,3 +58,20 @@ async def test_leaving_early_closes_every_source(count: int) -> None:
         for _ in range(10):
             await anext(items)
     assert all(source.closed for source in sources)
+
+
+async def test_a_slow_consumer_has_no_source_run_ahead() -> None:
+    asked = [0, 0, 0]
+
+    async def count(index: int) -> AsyncGenerator[int, None]:
+        while True:
+            asked[index] += 1
+            yield asked[index]
+
+    async with aclosing(interleave([count(index) for index in range(3)])) as items:
+        for taken in range(1, 10):
+            await anext(items)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            # One has been taken from each before two are from any, and one more waits at each.
+            assert max(asked) <= (taken - 1) // 3 + 2

@@ -105,6 +105,12 @@ class KVBlocks:
         request.block_table += self.pool.allocate(missing)
         return missing
 
+    def append_block(self, request: Request) -> tuple[int, ...]:
+        """Make the table one block longer; returns that block. There must be one available."""
+        block_ids = self.pool.allocate(1)
+        request.block_table += block_ids
+        return tuple(block_ids)
+
     def release(self, request: Request) -> None:
         self.pool.release(owned(request.block_table))
         request.block_table = []

@@ -13,13 +13,15 @@ the executor carries steps out in their order, so whoever gets them writes later
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request, RequestStatus
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent, event_of
+from cb_backend.core.step_draft import StepDraft
+from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, StepRows, TokenEvent, events_of
 from cb_backend.core.step_planner import StepPlanner
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, InternalError, PromptTooLongError
@@ -36,8 +38,7 @@ class Scheduler:
         self.blocks = KVBlocks(limits)
         self.planner = StepPlanner(limits, self.roster, self.blocks)
         self._step = 0
-        # With the requests of their rows, by identity: an id may be used again in between.
-        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepDraft]] = deque()
 
     @property
     def running(self) -> dict[str, Request]:
@@ -81,7 +82,7 @@ class Scheduler:
         self._step += 1
         draft = self.planner.draft(self.token_budget)
         plan = draft.plan(self._step, self.roster.take_retired(), self.blocks)
-        self._in_flight.append((plan, draft.requests))
+        self._in_flight.append((plan, draft))
         return plan
 
     def update(
@@ -89,15 +90,16 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Take in what `plan` computed in so many seconds, which its requests are charged with;
         returns an event for each request that moved visibly."""
-        events = []
+        events: list[tuple[object, ...]] = []
         self.blocks.pins.expire(now)
         running, forks = RequestStatus.RUNNING, self.roster.forks
         sampled, failed, step = result.token_ids, result.failed, plan.step
-        block_size, has_window = self.limits.block_size, self.limits.window is not None
+        has_window = self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
-        requests, rows = self._land(plan), plan.rows
+        draft, rows = self._land(plan), plan.rows
+        self._index_full(draft, rows, failed)
         for request, request_id, num_computed, num_new, samples in zip(
-            requests,
+            draft.requests,
             rows.request_ids,
             rows.num_computed_tokens,
             rows.num_scheduled_tokens,
@@ -112,12 +114,10 @@ class Scheduler:
             if failed and (error := failed.get(request_id)) is not None:
                 events.append(self._finish(request, step, FinishReason.ERROR, now, error))
                 continue
-            if request.num_computed_tokens // block_size > request.num_indexed_blocks:
-                # Without what a step behind this one computes.
-                self.blocks.index_full(request, num_computed + num_new)
             if samples:
                 if request.pin_s:  # at the first token that finds its blocks here
-                    self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
+                    until = now + request.pin_s
+                    self.blocks.pins.pin_prompt(request, self.limits.block_size, until)
                     request.pin_s = 0.0
                 token_ids, reason = request.append_output(sampled[request_id])
                 if forks:
@@ -127,11 +127,10 @@ class Scheduler:
                     events.append(_event(request, step, token_ids, now, reason, None))
                     continue
                 num_cached = request.num_cached_tokens
-                event = (request_id, token_ids, step, now, num_cached, None, None, None)
-                events.append(event_of(event))
+                events.append((request_id, token_ids, step, now, num_cached, None, None, None))
             if has_window:
                 self.blocks.release_outside_window(request, num_computed + num_new)
-        return events
+        return events_of(events)
 
     def fail(
         self, plan: StepPlan, error: ErrorInfo, now: float, seconds: float = 0.0
@@ -141,7 +140,7 @@ class Scheduler:
         self.blocks.host.discard(out)  # what should have been copied there may not be
         per_token = seconds / max(plan.num_tokens, 1)
         events = []
-        requests, counts = self._land(plan), plan.rows.num_scheduled_tokens
+        requests, counts = self._land(plan).requests, plan.rows.num_scheduled_tokens
         for request, num_new in zip(requests, counts, strict=True):
             if request.status is not RequestStatus.FINISHED:
                 request.charge(num_new * per_token, seconds)
@@ -155,12 +154,26 @@ class Scheduler:
             return []
         return [self._finish(request, self._step, FinishReason.ABORT, now, None)]
 
-    def _land(self, plan: StepPlan) -> list[Request]:
-        """The requests of the oldest step in flight, which `plan` must be."""
-        launched, requests = self._in_flight.popleft()
+    def _land(self, plan: StepPlan) -> StepDraft:
+        """The draft of the oldest step in flight, which `plan` must be."""
+        launched, draft = self._in_flight.popleft()
         if launched is not plan:
             raise InternalError(f"step {plan.step} lands before step {launched.step}")
-        return requests
+        return draft
+
+    def _index_full(
+        self, draft: StepDraft, rows: StepRows, failed: Mapping[str, ErrorInfo]
+    ) -> None:
+        """Make findable what a step that is over has filled."""
+        for place in draft.may_fill:
+            request = draft.requests[place]
+            if request.status is RequestStatus.RUNNING and request.request_id not in failed:
+                # Without what a step behind this one computes.
+                num_computed, num_new = (
+                    rows.num_computed_tokens[place],
+                    rows.num_scheduled_tokens[place],
+                )
+                self.blocks.index_full(request, num_computed + num_new)
 
     def _update_stopped(
         self, request: Request, plan: StepPlan, result: StepResult, now: float

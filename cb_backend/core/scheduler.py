@@ -38,6 +38,7 @@ class Scheduler:
         self.blocks = KVBlocks(limits)
         self.planner = StepPlanner(limits, self.roster, self.blocks)
         self._step = 0
+        self._last_draft = StepDraft(left=0)
         self._in_flight: deque[tuple[StepPlan, StepDraft]] = deque()
 
     @property
@@ -81,7 +82,8 @@ class Scheduler:
         flight is done."""
         self._step += 1
         draft = self.planner.draft(self.token_budget)
-        plan = draft.plan(self._step, self.roster.take_retired(), self.blocks)
+        plan = draft.plan(self._step, self.roster.take_retired(), self.blocks, self._last_draft)
+        self._last_draft = draft
         self._in_flight.append((plan, draft))
         return plan
 
@@ -92,12 +94,12 @@ class Scheduler:
         returns an event for each request that moved visibly."""
         events: list[tuple[object, ...]] = []
         self.blocks.pins.expire(now)
-        running, forks = RequestStatus.RUNNING, self.roster.forks
-        sampled, failed, step = result.token_ids, result.failed, plan.step
+        draft, rows, step = self._land(plan), plan.rows, plan.step
+        self._index_full(draft, rows, result.failed)
+        running, sampled = RequestStatus.RUNNING, result.token_ids
+        is_plain = not (result.failed or self.roster.forks)
         has_window = self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
-        draft, rows = self._land(plan), plan.rows
-        self._index_full(draft, rows, failed)
         for request, request_id, num_computed, num_new, samples in zip(
             draft.requests,
             rows.request_ids,
@@ -108,26 +110,21 @@ class Scheduler:
         ):
             request.device_seconds += num_new * per_token
             request.block_seconds += len(request.block_table) * seconds
-            if request.status is not running:
-                events += self._update_stopped(request, plan, result, now)
-                continue
-            if failed and (error := failed.get(request_id)) is not None:
-                events.append(self._finish(request, step, FinishReason.ERROR, now, error))
-                continue
-            if samples:
-                if request.pin_s:  # at the first token that finds its blocks here
-                    until = now + request.pin_s
-                    self.blocks.pins.pin_prompt(request, self.limits.block_size, until)
-                    request.pin_s = 0.0
-                token_ids, reason = request.append_output(sampled[request_id])
-                if forks:
-                    self.roster.queue_forks_of(request)  # its prompt is computed now
-                if reason is not None:
-                    self._leave(request)
-                    events.append(_event(request, step, token_ids, now, reason, None))
-                    continue
+            # Hundreds pass here in every step, with one token that is not the last.
+            if (
+                is_plain
+                and samples
+                and request.status is running
+                and not request.pin_s
+                and len(token_ids := sampled[request_id]) == 1
+                and token_ids[0] not in request.stop_token_ids
+                and len(request.token_ids) + 1 < request.most_tokens
+            ):
+                request.token_ids.append(token_ids[0])
                 num_cached = request.num_cached_tokens
                 events.append((request_id, token_ids, step, now, num_cached, None, None, None))
+            else:
+                events += self._update_any(request, samples, plan, result, now)
             if has_window:
                 self.blocks.release_outside_window(request, num_computed + num_new)
         return events_of(events)
@@ -175,20 +172,25 @@ class Scheduler:
                 )
                 self.blocks.index_full(request, num_computed + num_new)
 
-    def _update_stopped(
-        self, request: Request, plan: StepPlan, result: StepResult, now: float
+    def _update_any(
+        self, request: Request, samples: bool, plan: StepPlan, result: StepResult, now: float
     ) -> list[TokenEvent]:
-        """Take in the row of one that does not run any more: its blocks are gone."""
+        """Take in the row of a request in any state: it may fail or end, or run no more."""
         if request.status is RequestStatus.FINISHED:
             return []
-        # Preempted while the step was in flight. What was sampled is a token like any other.
         if (error := result.failed.get(request.request_id)) is not None:
             return [self._finish(request, plan.step, FinishReason.ERROR, now, error)]
-        if request.request_id not in result.token_ids:
+        if not samples:
             return []
         token_ids, reason = request.append_output(result.token_ids[request.request_id])
-        self.waiting.num_tokens += len(token_ids)
-        self.roster.queue_forks_of(request)
+        if request.status is RequestStatus.PREEMPTED:
+            # While the step was in flight. What was sampled is a token like any other.
+            self.waiting.num_tokens += len(token_ids)
+        elif request.pin_s:  # at the first token that finds its blocks here
+            until = now + request.pin_s
+            self.blocks.pins.pin_prompt(request, self.limits.block_size, until)
+            request.pin_s = 0.0
+        self.roster.queue_forks_of(request)  # its prompt is computed now
         if reason is not None:
             self._leave(request)
         return [_event(request, plan.step, token_ids, now, reason, None)]

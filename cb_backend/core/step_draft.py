@@ -31,6 +31,7 @@ class StepDraft:
     new_block_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     samples: dict[int, bool] = field(default_factory=dict)
     may_fill: list[int] = field(default_factory=list)  # places whose tokens may complete a block
+    request_ids: tuple[str, ...] = ()  # once it is a plan
     _places: dict[str, int] = field(default_factory=dict)  # of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
@@ -71,15 +72,24 @@ class StepDraft:
         """The tokens of each row."""
         return _column(1, self.num_scheduled_tokens, len(self.requests))
 
-    def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
-        """Nobody's share changes any more: from here on it counts as computed."""
+    def plan(
+        self, step: int, retired: tuple[str, ...], blocks: KVBlocks, before: StepDraft
+    ) -> StepPlan:
+        """Nobody's share changes any more: from here on it counts as computed. `before` is the
+        draft of the step before."""
         copies, blocks.copies = tuple(blocks.copies), []
         admitted = tuple(_admission(request) for request in self._admitted)
         for place in self._places.values():
             self.requests[place].num_computed_tokens += self.num_scheduled_tokens[place]
         num_rows = len(self.requests)
+        # The same tuple while the same requests run, which is most of the time: thousands of steps
+        # are logged.
+        if self.requests == before.requests:
+            self.request_ids = before.request_ids
+        else:
+            self.request_ids = tuple([request.request_id for request in self.requests])
         rows = StepRows(
-            tuple([request.request_id for request in self.requests]),
+            self.request_ids,
             tuple(self.num_computed_tokens),
             tuple(self.shares()),
             tuple(_column((), self.new_block_ids, num_rows)),

@@ -94,7 +94,7 @@ class Scheduler:
         returns an event for each request that moved visibly."""
         events: list[tuple[object, ...]] = []
         self.blocks.pins.expire(now)
-        draft, rows, step = self._land(plan), plan.rows, plan.step
+        draft, rows, step = self._land(plan, seconds), plan.rows, plan.step
         self._index_full(draft, rows, result.failed)
         running, sampled = RequestStatus.RUNNING, result.token_ids
         is_plain = not (result.failed or self.roster.forks)
@@ -109,7 +109,6 @@ class Scheduler:
             strict=True,
         ):
             request.device_seconds += num_new * per_token
-            request.block_seconds += len(request.block_table) * seconds
             # Hundreds pass here in every step, with one token that is not the last.
             if (
                 is_plain
@@ -137,10 +136,10 @@ class Scheduler:
         self.blocks.host.discard(out)  # what should have been copied there may not be
         per_token = seconds / max(plan.num_tokens, 1)
         events = []
-        requests, counts = self._land(plan).requests, plan.rows.num_scheduled_tokens
+        requests, counts = self._land(plan, seconds).requests, plan.rows.num_scheduled_tokens
         for request, num_new in zip(requests, counts, strict=True):
             if request.status is not RequestStatus.FINISHED:
-                request.charge(num_new * per_token, seconds)
+                request.device_seconds += num_new * per_token
                 events.append(self._finish(request, plan.step, FinishReason.ERROR, now, error))
         return events
 
@@ -151,11 +150,15 @@ class Scheduler:
             return []
         return [self._finish(request, self._step, FinishReason.ABORT, now, None)]
 
-    def _land(self, plan: StepPlan) -> StepDraft:
-        """The draft of the oldest step in flight, which `plan` must be."""
+    def _land(self, plan: StepPlan, seconds: float) -> StepDraft:
+        """The draft of the oldest step in flight, which `plan` must be. It is over."""
         launched, draft = self._in_flight.popleft()
         if launched is not plan:
             raise InternalError(f"step {plan.step} lands before step {launched.step}")
+        for request in draft.admitted:
+            if request.status is RequestStatus.RUNNING:  # its first step: of those before none
+                request.charged_until = self.blocks.step_seconds
+        self.blocks.step_seconds += seconds
         return draft
 
     def _index_full(

@@ -25,6 +25,7 @@ class StepDraft:
     partial: list[Request] = field(default_factory=list)  # could use more than they were given
     # With a row, in the order of the rows: by identity, as an id may be used again in between.
     requests: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # those of them that join
     num_computed_tokens: list[int] = field(default_factory=list)  # of each, before the step
     # By place, what is not as in nearly all rows: one token that samples and takes no new block.
     num_scheduled_tokens: dict[int, int] = field(default_factory=dict)
@@ -35,11 +36,10 @@ class StepDraft:
     _places: dict[str, int] = field(default_factory=dict)  # of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
-    _admitted: list[Request] = field(default_factory=list)
 
     def admit(self, request: Request) -> None:
         """It joins in this step: its whole table is new to the executor."""
-        self._admitted.append(request)
+        self.admitted.append(request)
         self._table_start[request.request_id] = 0
 
     def give(self, request: Request, num_new: int, blocks: KVBlocks) -> None:
@@ -78,7 +78,7 @@ class StepDraft:
         """Nobody's share changes any more: from here on it counts as computed. `before` is the
         draft of the step before."""
         copies, blocks.copies = tuple(blocks.copies), []
-        admitted = tuple(_admission(request) for request in self._admitted)
+        admitted = tuple(_admission(request) for request in self.admitted)
         for place in self._places.values():
             self.requests[place].num_computed_tokens += self.num_scheduled_tokens[place]
         num_rows = len(self.requests)

@@ -166,19 +166,16 @@ class Scheduler:
     ) -> None:
         """Make findable what a step that is over has filled."""
         for place in draft.may_fill:
-            request = draft.requests[place]
+            request, num_new = draft.requests[place], rows.num_scheduled_tokens[place]
+            num_computed = rows.num_computed_tokens[place]
             if request.status is RequestStatus.RUNNING and request.request_id not in failed:
                 # Without what a step behind this one computes.
-                num_computed, num_new = (
-                    rows.num_computed_tokens[place],
-                    rows.num_scheduled_tokens[place],
-                )
                 self.blocks.index_full(request, num_computed + num_new)
 
     def _update_any(
         self, request: Request, samples: bool, plan: StepPlan, result: StepResult, now: float
     ) -> list[TokenEvent]:
-        """Take in the row of a request in any state: it may fail or end, or run no more."""
+        """Take in a row of any kind: its request may fail or end, or run no more."""
         if request.status is RequestStatus.FINISHED:
             return []
         if (error := result.failed.get(request.request_id)) is not None:

@@ -61,11 +61,8 @@ class StepPlanner:
 
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
-        num_lost, block_size, pool = (
-            self.num_preemptions,
-            self._limits.block_size,
-            self._blocks.pool,
-        )
+        num_lost = self.num_preemptions
+        block_size, pool = self._limits.block_size, self._blocks.pool
         add, add_computed = draft.requests.append, draft.num_computed_tokens.append
         for request in self._roster.in_order():  # who gives way leaves it at its end
             num_computed = request.num_computed_tokens

@@ -102,32 +102,17 @@ class KVBlocks:
 
     def grow(self, request: Request, num_tokens: int) -> int:
         """Make the table cover the first `num_tokens` tokens; returns the blocks that it took."""
-        self.charge(request)
+        request.charge(self.step_seconds)
         missing = self.missing(request, num_tokens)
         request.block_table += self.pool.allocate(missing)
         return missing
 
-    def append_block(self, request: Request) -> tuple[int, ...]:
-        """Make the table one block longer; returns that block. There must be one available."""
-        self.charge(request)
-        block_ids = self.pool.allocate(1)
-        request.block_table += block_ids
-        return tuple(block_ids)
-
     def release(self, request: Request) -> None:
-        self.charge(request)
+        request.charge(self.step_seconds)
         request.charged_until = None
         self.pool.release(owned(request.block_table))
         request.block_table = []
         request.num_indexed_blocks = 0
-
-    def charge(self, request: Request) -> None:
-        """Charge it with its blocks, for the steps since it was last charged: hundreds hold theirs
-        through every step, and only when a table grows or goes is there something to write down."""
-        if request.charged_until is not None:
-            seconds = self.step_seconds - request.charged_until
-            request.block_seconds += len(request.block_table) * seconds
-            request.charged_until = self.step_seconds
 
     def index_full(self, request: Request, num_computed: int) -> None:
         """Make every block findable that is full of tokens which are known and whose step is over:

@@ -93,6 +93,13 @@ class Request:
         """Whether the next token is the last, whatever it is."""
         return len(self.token_ids) + 1 >= self.most_tokens
 
+    def charge(self, step_seconds: float) -> None:
+        """With its blocks, up to so many seconds of all steps. Hundreds hold theirs through every
+        step, and only when a table grows or goes is there something to write down."""
+        if self.charged_until is not None:
+            self.block_seconds += len(self.block_table) * (step_seconds - self.charged_until)
+            self.charged_until = step_seconds
+
     def cost(self) -> RequestCost:
         return RequestCost(self.device_seconds, self.block_seconds, self.num_preemptions)
 

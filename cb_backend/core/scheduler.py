@@ -13,7 +13,6 @@ the executor carries steps out in their order, so whoever gets them writes later
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.policies import Policy
@@ -21,7 +20,7 @@ from cb_backend.core.request import FinishReason, Request, RequestStatus
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
 from cb_backend.core.step_draft import StepDraft
-from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, StepRows, TokenEvent, events_of
+from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent, events_of
 from cb_backend.core.step_planner import StepPlanner
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, InternalError, PromptTooLongError
@@ -95,8 +94,13 @@ class Scheduler:
         events: list[tuple[object, ...]] = []
         self.blocks.pins.expire(now)
         draft, rows, step = self._land(plan, seconds), plan.rows, plan.step
-        self._index_full(draft, rows, result.failed)
         running, sampled = RequestStatus.RUNNING, result.token_ids
+        for place in draft.may_fill:
+            request, num_new = draft.requests[place], rows.num_scheduled_tokens[place]
+            num_computed = rows.num_computed_tokens[place]
+            if request.status is running and request.request_id not in result.failed:
+                # Without what a step behind this one computes.
+                self.blocks.index_full(request, num_computed + num_new)
         is_plain = not (result.failed or self.roster.forks)
         has_window = self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
@@ -160,17 +164,6 @@ class Scheduler:
                 request.charged_until = self.blocks.step_seconds
         self.blocks.step_seconds += seconds
         return draft
-
-    def _index_full(
-        self, draft: StepDraft, rows: StepRows, failed: Mapping[str, ErrorInfo]
-    ) -> None:
-        """Make findable what a step that is over has filled."""
-        for place in draft.may_fill:
-            request, num_new = draft.requests[place], rows.num_scheduled_tokens[place]
-            num_computed = rows.num_computed_tokens[place]
-            if request.status is RequestStatus.RUNNING and request.request_id not in failed:
-                # Without what a step behind this one computes.
-                self.blocks.index_full(request, num_computed + num_new)
 
     def _update_any(
         self, request: Request, samples: bool, plan: StepPlan, result: StepResult, now: float

@@ -72,7 +72,8 @@ class StepPlanner:
             if num_known <= num_computed + 1 < request.most_tokens:
                 room = len(request.block_table) * block_size - num_computed - 1  # behind it
                 if room < 0 and pool.num_available:
-                    draft.new_block_ids[len(draft.requests)] = self._blocks.append_block(request)
+                    self._blocks.grow(request, num_computed + 1)
+                    draft.new_block_ids[len(draft.requests)] = (request.block_table[-1],)
                     room += block_size
                 if room >= 0:
                     if room == 0:

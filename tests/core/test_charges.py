@@ -70,7 +70,7 @@ class Count:
             if (cost := costs.get(request.request_id)) is not None:
                 self._compare(request, cost.device_seconds, cost.kv_block_seconds)
             elif request.request_id in self.scheduler.running and self.rng.random() < 0.1:
-                self.scheduler.blocks.charge(request)
+                request.charge(self.scheduler.blocks.step_seconds)
                 self._compare(request, request.device_seconds, request.block_seconds)
 
     def _compare(self, request: Request, device_seconds: float, block_seconds: float) -> None:

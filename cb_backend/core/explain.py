@@ -49,6 +49,7 @@ def explain(scheduler: Scheduler, rates: StepRates, now: float) -> list[RequestV
     ahead, views = 0.0, []
     for group in (running, waiting, forks):
         for position, (request, waits_for) in enumerate(group):
+            request.charge(scheduler.blocks.step_seconds)
             ahead += request.num_uncomputed_tokens
             seconds = _seconds_to_end(request, ahead, scheduler, rates)
             views.append(_view(request, position, waits_for, seconds, now))

@@ -46,6 +46,7 @@ class KVBlocks:
         self._swap_costs = limits.swap_costs
         self._window = limits.window
         self._enable_prefix_caching = limits.enable_prefix_caching
+        self.step_seconds = 0.0  # of all steps that are over
         self.copies: list[BlockCopy] = []  # before the next step computes, in this order
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -101,11 +102,14 @@ class KVBlocks:
 
     def grow(self, request: Request, num_tokens: int) -> int:
         """Make the table cover the first `num_tokens` tokens; returns the blocks that it took."""
+        request.charge(self.step_seconds)
         missing = self.missing(request, num_tokens)
         request.block_table += self.pool.allocate(missing)
         return missing
 
     def release(self, request: Request) -> None:
+        request.charge(self.step_seconds)
+        request.charged_until = None
         self.pool.release(owned(request.block_table))
         request.block_table = []
         request.num_indexed_blocks = 0

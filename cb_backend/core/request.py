@@ -67,7 +67,8 @@ class Request:
     num_preemptions: int = 0
     num_charged: int = 0  # tokens that the policy has accounted for
     device_seconds: float = 0.0  # its share of its steps, by tokens
-    block_seconds: float = 0.0  # KV blocks held, times seconds of its steps
+    block_seconds: float = 0.0  # KV blocks held, times seconds of its steps up to `charged_until`,
+    charged_until: float | None = None  # which is of all steps' seconds; None: none of its is over
     most_tokens: int = field(init=False)  # prompt and output, at the longest
 
     def __post_init__(self) -> None:
@@ -92,10 +93,12 @@ class Request:
         """Whether the next token is the last, whatever it is."""
         return len(self.token_ids) + 1 >= self.most_tokens
 
-    def charge(self, device_seconds: float, step_seconds: float) -> None:
-        """With its share of a step, and with the blocks that it held for all of it."""
-        self.device_seconds += device_seconds
-        self.block_seconds += len(self.block_table) * step_seconds
+    def charge(self, step_seconds: float) -> None:
+        """With its blocks, up to so many seconds of all steps. Hundreds hold theirs through every
+        step, and only when a table grows or goes is there something to write down."""
+        if self.charged_until is not None:
+            self.block_seconds += len(self.block_table) * (step_seconds - self.charged_until)
+            self.charged_until = step_seconds
 
     def cost(self) -> RequestCost:
         return RequestCost(self.device_seconds, self.block_seconds, self.num_preemptions)

@@ -19,7 +19,8 @@ from cb_backend.core.policies import Policy
 from cb_backend.core.request import FinishReason, Request, RequestStatus
 from cb_backend.core.roster import Roster
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent, event_of
+from cb_backend.core.step_draft import StepDraft
+from cb_backend.core.step_io import CopyKind, StepPlan, StepResult, TokenEvent, events_of
 from cb_backend.core.step_planner import StepPlanner
 from cb_backend.core.waiting_queue import WaitingQueue
 from cb_backend.errors import ErrorInfo, InternalError, PromptTooLongError
@@ -36,8 +37,8 @@ class Scheduler:
         self.blocks = KVBlocks(limits)
         self.planner = StepPlanner(limits, self.roster, self.blocks)
         self._step = 0
-        # With the requests of their rows, by identity: an id may be used again in between.
-        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._last_draft = StepDraft(left=0)
+        self._in_flight: deque[tuple[StepPlan, StepDraft]] = deque()
 
     @property
     def running(self) -> dict[str, Request]:
@@ -80,8 +81,9 @@ class Scheduler:
         flight is done."""
         self._step += 1
         draft = self.planner.draft(self.token_budget)
-        plan = draft.plan(self._step, self.roster.take_retired(), self.blocks)
-        self._in_flight.append((plan, draft.requests))
+        plan = draft.plan(self._step, self.roster.take_retired(), self.blocks, self._last_draft)
+        self._last_draft = draft
+        self._in_flight.append((plan, draft))
         return plan
 
     def update(
@@ -89,15 +91,21 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Take in what `plan` computed in so many seconds, which its requests are charged with;
         returns an event for each request that moved visibly."""
-        events = []
+        events: list[tuple[object, ...]] = []
         self.blocks.pins.expire(now)
-        running, forks = RequestStatus.RUNNING, self.roster.forks
-        sampled, failed, step = result.token_ids, result.failed, plan.step
-        block_size, has_window = self.limits.block_size, self.limits.window is not None
+        draft, rows, step = self._land(plan, seconds), plan.rows, plan.step
+        running, sampled = RequestStatus.RUNNING, result.token_ids
+        for place in draft.may_fill:
+            request, num_new = draft.requests[place], rows.num_scheduled_tokens[place]
+            num_computed = rows.num_computed_tokens[place]
+            if request.status is running and request.request_id not in result.failed:
+                # Without what a step behind this one computes.
+                self.blocks.index_full(request, num_computed + num_new)
+        is_plain = not (result.failed or self.roster.forks)
+        has_window = self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
-        requests, rows = self._land(plan), plan.rows
         for request, request_id, num_computed, num_new, samples in zip(
-            requests,
+            draft.requests,
             rows.request_ids,
             rows.num_computed_tokens,
             rows.num_scheduled_tokens,
@@ -105,33 +113,24 @@ class Scheduler:
             strict=True,
         ):
             request.device_seconds += num_new * per_token
-            request.block_seconds += len(request.block_table) * seconds
-            if request.status is not running:
-                events += self._update_stopped(request, plan, result, now)
-                continue
-            if failed and (error := failed.get(request_id)) is not None:
-                events.append(self._finish(request, step, FinishReason.ERROR, now, error))
-                continue
-            if request.num_computed_tokens // block_size > request.num_indexed_blocks:
-                # Without what a step behind this one computes.
-                self.blocks.index_full(request, num_computed + num_new)
-            if samples:
-                if request.pin_s:  # at the first token that finds its blocks here
-                    self.blocks.pins.pin_prompt(request, block_size, now + request.pin_s)
-                    request.pin_s = 0.0
-                token_ids, reason = request.append_output(sampled[request_id])
-                if forks:
-                    self.roster.queue_forks_of(request)  # its prompt is computed now
-                if reason is not None:
-                    self._leave(request)
-                    events.append(_event(request, step, token_ids, now, reason, None))
-                    continue
+            # Hundreds pass here in every step, with one token that is not the last.
+            if (
+                is_plain
+                and samples
+                and request.status is running
+                and not request.pin_s
+                and len(token_ids := sampled[request_id]) == 1
+                and token_ids[0] not in request.stop_token_ids
+                and len(request.token_ids) + 1 < request.most_tokens
+            ):
+                request.token_ids.append(token_ids[0])
                 num_cached = request.num_cached_tokens
-                event = (request_id, token_ids, step, now, num_cached, None, None, None)
-                events.append(event_of(event))
+                events.append((request_id, token_ids, step, now, num_cached, None, None, None))
+            else:
+                events += self._update_any(request, samples, plan, result, now)
             if has_window:
                 self.blocks.release_outside_window(request, num_computed + num_new)
-        return events
+        return events_of(events)
 
     def fail(
         self, plan: StepPlan, error: ErrorInfo, now: float, seconds: float = 0.0
@@ -141,10 +140,10 @@ class Scheduler:
         self.blocks.host.discard(out)  # what should have been copied there may not be
         per_token = seconds / max(plan.num_tokens, 1)
         events = []
-        requests, counts = self._land(plan), plan.rows.num_scheduled_tokens
+        requests, counts = self._land(plan, seconds).requests, plan.rows.num_scheduled_tokens
         for request, num_new in zip(requests, counts, strict=True):
             if request.status is not RequestStatus.FINISHED:
-                request.charge(num_new * per_token, seconds)
+                request.device_seconds += num_new * per_token
                 events.append(self._finish(request, plan.step, FinishReason.ERROR, now, error))
         return events
 
@@ -155,27 +154,36 @@ class Scheduler:
             return []
         return [self._finish(request, self._step, FinishReason.ABORT, now, None)]
 
-    def _land(self, plan: StepPlan) -> list[Request]:
-        """The requests of the oldest step in flight, which `plan` must be."""
-        launched, requests = self._in_flight.popleft()
+    def _land(self, plan: StepPlan, seconds: float) -> StepDraft:
+        """The draft of the oldest step in flight, which `plan` must be. It is over."""
+        launched, draft = self._in_flight.popleft()
         if launched is not plan:
             raise InternalError(f"step {plan.step} lands before step {launched.step}")
-        return requests
+        for request in draft.admitted:
+            if request.status is RequestStatus.RUNNING:  # its first step: of those before none
+                request.charged_until = self.blocks.step_seconds
+        self.blocks.step_seconds += seconds
+        return draft
 
-    def _update_stopped(
-        self, request: Request, plan: StepPlan, result: StepResult, now: float
+    def _update_any(
+        self, request: Request, samples: bool, plan: StepPlan, result: StepResult, now: float
     ) -> list[TokenEvent]:
-        """Take in the row of one that does not run any more: its blocks are gone."""
+        """Take in a row of any kind: its request may fail or end, or run no more."""
         if request.status is RequestStatus.FINISHED:
             return []
-        # Preempted while the step was in flight. What was sampled is a token like any other.
         if (error := result.failed.get(request.request_id)) is not None:
             return [self._finish(request, plan.step, FinishReason.ERROR, now, error)]
-        if request.request_id not in result.token_ids:
+        if not samples:
             return []
         token_ids, reason = request.append_output(result.token_ids[request.request_id])
-        self.waiting.num_tokens += len(token_ids)
-        self.roster.queue_forks_of(request)
+        if request.status is RequestStatus.PREEMPTED:
+            # While the step was in flight. What was sampled is a token like any other.
+            self.waiting.num_tokens += len(token_ids)
+        elif request.pin_s:  # at the first token that finds its blocks here
+            until = now + request.pin_s
+            self.blocks.pins.pin_prompt(request, self.limits.block_size, until)
+            request.pin_s = 0.0
+        self.roster.queue_forks_of(request)  # its prompt is computed now
         if reason is not None:
             self._leave(request)
         return [_event(request, plan.step, token_ids, now, reason, None)]

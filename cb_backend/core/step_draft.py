@@ -1,15 +1,19 @@
 """A step in the making: who gets how many tokens of the budget, and which blocks came with them.
 
-Engine thread only; lives for one `schedule()`.
+Engine thread only; written by one `schedule()`, and read again when its step is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.request import Request
 from cb_backend.core.step_io import Admission, StepPlan, StepRows
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -19,31 +23,24 @@ class StepDraft:
     left: int
     preempted: set[str] = field(default_factory=set)
     partial: list[Request] = field(default_factory=list)  # could use more than they were given
-    requests: list[Request] = field(default_factory=list)  # as they were first given something
-    # The row of each of them, as in `StepRows`.
-    request_ids: list[str] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-    num_scheduled_tokens: list[int] = field(default_factory=list)
-    new_block_ids: list[tuple[int, ...]] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    # With a row, in the order of the rows: by identity, as an id may be used again in between.
+    requests: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # those of them that join
+    num_computed_tokens: list[int] = field(default_factory=list)  # of each, before the step
+    # By place, what is not as in nearly all rows: one token that samples and takes no new block.
+    num_scheduled_tokens: dict[int, int] = field(default_factory=dict)
+    new_block_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    samples: dict[int, bool] = field(default_factory=dict)
+    may_fill: list[int] = field(default_factory=list)  # places whose tokens may complete a block
+    request_ids: tuple[str, ...] = ()  # once it is a plan
     _places: dict[str, int] = field(default_factory=dict)  # of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
-    _admitted: list[Request] = field(default_factory=list)
 
     def admit(self, request: Request) -> None:
         """It joins in this step: its whole table is new to the executor."""
-        self._admitted.append(request)
+        self.admitted.append(request)
         self._table_start[request.request_id] = 0
-
-    def add(self, request: Request, num_computed: int, num_new: int = 0) -> None:
-        """Its row, of a token that takes no new block, or still of none."""
-        self.requests.append(request)
-        self.request_ids.append(request.request_id)
-        self.num_computed_tokens.append(num_computed)
-        self.num_scheduled_tokens.append(num_new)
-        self.new_block_ids.append(())
-        self.samples.append(True)
 
     def give(self, request: Request, num_new: int, blocks: KVBlocks) -> None:
         """Add tokens to the request's share, and the blocks that they need."""
@@ -52,7 +49,10 @@ class StepDraft:
         place = self._places.get(request_id)
         if place is None:
             place = self._places[request_id] = len(self.requests)
-            self.add(request, num_computed)
+            self.may_fill.append(place)
+            self.requests.append(request)
+            self.num_computed_tokens.append(num_computed)
+            self.num_scheduled_tokens[place] = 0
         num_new += self.num_scheduled_tokens[place]
         num_tokens = num_computed + num_new
         if num_tokens > len(request.block_table) * blocks.block_size:
@@ -68,20 +68,42 @@ class StepDraft:
         """Of one that was given something by `give`."""
         return self.num_scheduled_tokens[self._places[request.request_id]]
 
-    def plan(self, step: int, retired: tuple[str, ...], blocks: KVBlocks) -> StepPlan:
-        """Nobody's share changes any more: from here on it counts as computed."""
+    def shares(self) -> list[int]:
+        """The tokens of each row."""
+        return _column(1, self.num_scheduled_tokens, len(self.requests))
+
+    def plan(
+        self, step: int, retired: tuple[str, ...], blocks: KVBlocks, before: StepDraft
+    ) -> StepPlan:
+        """Nobody's share changes any more: from here on it counts as computed. `before` is the
+        draft of the step before."""
         copies, blocks.copies = tuple(blocks.copies), []
-        admitted = tuple(_admission(request) for request in self._admitted)
+        admitted = tuple(_admission(request) for request in self.admitted)
         for place in self._places.values():
             self.requests[place].num_computed_tokens += self.num_scheduled_tokens[place]
+        num_rows = len(self.requests)
+        # The same tuple while the same requests run, which is most of the time: thousands of steps
+        # are logged.
+        if self.requests == before.requests:
+            self.request_ids = before.request_ids
+        else:
+            self.request_ids = tuple([request.request_id for request in self.requests])
         rows = StepRows(
-            tuple(self.request_ids),
+            self.request_ids,
             tuple(self.num_computed_tokens),
-            tuple(self.num_scheduled_tokens),
-            tuple(self.new_block_ids),
-            tuple(self.samples),
+            tuple(self.shares()),
+            tuple(_column((), self.new_block_ids, num_rows)),
+            tuple(_column(True, self.samples, num_rows)),
         )
         return StepPlan(step, retired, admitted, rows, copies)
+
+
+def _column(usual: T, others: Mapping[int, T], num_rows: int) -> list[T]:
+    """A field of all rows, given those in which it is not the usual."""
+    column = [usual] * num_rows
+    for place, value in others.items():
+        column[place] = value
+    return column
 
 
 def _admission(request: Request) -> Admission:

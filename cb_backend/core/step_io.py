@@ -6,10 +6,10 @@ rank. A plan carries what changed, not the whole batch: the executor keeps a per
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from cb_backend.core.request import FinishReason, RequestCost
@@ -125,7 +125,7 @@ class StepResult:
     failed: dict[str, ErrorInfo]
 
 
-class TokenEvent(NamedTuple):  # a tuple: a step makes hundreds, see `event_of`
+class TokenEvent(NamedTuple):  # a tuple: a step makes hundreds, see `events_of`
     """What one step gave one request. Exactly one event of a request has a `finish_reason`."""
 
     request_id: str
@@ -138,7 +138,9 @@ class TokenEvent(NamedTuple):  # a tuple: a step makes hundreds, see `event_of`
     cost: RequestCost | None = None  # set with the finish_reason of a request that was queued
 
 
-event_of = partial(tuple.__new__, TokenEvent)  # of all its fields at once, in half the time
+def events_of(fields: Iterable[tuple[object, ...]]) -> list[TokenEvent]:
+    """Of all fields of each, in half the time."""
+    return list(map(tuple.__new__, repeat(TokenEvent), fields))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class StepPlanner:
         self._spend_rest(draft)
         if self._roster.policy.keeps_accounts:
             charged = self._roster.policy.charged
-            for request, num_new in zip(draft.requests, draft.num_scheduled_tokens, strict=True):
+            for request, num_new in zip(draft.requests, draft.shares(), strict=True):
                 charged(request, num_new, 0)
         return draft
 
@@ -62,18 +62,28 @@ class StepPlanner:
     def _continue_running(self, draft: StepDraft) -> bool:
         """Serve everyone who runs; False if blocks ran out, so that nobody may join now."""
         num_lost = self.num_preemptions
-        add, block_size = draft.add, self._limits.block_size
+        block_size, pool = self._limits.block_size, self._blocks.pool
+        add, add_computed = draft.requests.append, draft.num_computed_tokens.append
         for request in self._roster.in_order():  # who gives way leaves it at its end
             num_computed = request.num_computed_tokens
             num_known = len(request.token_ids)
+            # Hundreds pass here in every step, with one token that is known or on its way and is
+            # not the last: what was set aside for it is spent.
+            if num_known <= num_computed + 1 < request.most_tokens:
+                room = len(request.block_table) * block_size - num_computed - 1  # behind it
+                if room < 0 and pool.num_available:
+                    self._blocks.grow(request, num_computed + 1)
+                    draft.new_block_ids[len(draft.requests)] = (request.block_table[-1],)
+                    room += block_size
+                if room >= 0:
+                    if room == 0:
+                        draft.may_fill.append(len(draft.requests))
+                    add(request)
+                    add_computed(num_computed)
+                    request.num_computed_tokens = num_computed + 1
+                    continue
             # With all computed the next one is on its way, and is computed unless it is the last.
             num_left = num_known - num_computed or int(num_known + 1 < request.most_tokens)
-            if num_left == 1 and num_computed < len(request.block_table) * block_size:
-                # Hundreds pass here in every step: one token, which has its place, and for which
-                # the one that was set aside is spent.
-                add(request, num_computed, 1)
-                request.num_computed_tokens = num_computed + 1
-                continue
             draft.left += 1  # what was set aside for it
             if not num_left:
                 continue  # it runs until its last token is here, and computes nothing more

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
@@ -19,8 +18,6 @@ from cb_backend.engine.launched_step import LaunchedStep
 STEP_LOG_LENGTH = 4096
 MOST_TENANTS = 256  # that are counted by name
 OTHER_TENANTS = "(other)"  # no tenant can have this name
-
-_token_ids = attrgetter("token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +124,21 @@ class StatsRecorder:
                 num_waiting=len(scheduler.waiting),
                 blocks_in_use=scheduler.blocks.pool.num_in_use,
                 num_preemptions=launched.num_preemptions - self._preemptions_before,
-                num_copies=dict(Counter(copy.kind for copy in plan.copies)),
+                num_copies=dict(Counter(copy.kind for copy in plan.copies)) if plan.copies else {},
             )
         )
         self._preemptions_before = launched.num_preemptions
 
     def record_events(self, events: Sequence[TokenEvent]) -> None:
-        self.generated_tokens += sum(map(len, map(_token_ids, events)))
+        num_tokens = 0
         for event in events:
+            num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 self.finished[event.finish_reason] += 1
                 # One that was refused has never arrived.
                 if (request := self._live.pop(event.request_id, None)) is not None:
                     self._charge(request)
+        self.generated_tokens += num_tokens
 
     def _charge(self, request: Request) -> None:
         tenant = request.tenant

@@ -196,8 +196,8 @@ MUTANTS = (
     Mutant(
         "a failed row goes on",
         "cb_backend.core.scheduler",
-        "if failed and (error := failed.get(request_id)) is not None:",
-        "if failed and (error := failed.get(request_id)) is not None and not samples:",
+        "if (error := result.failed.get(request.request_id)) is not None:",
+        "if (error := result.failed.get(request.request_id)) is not None and not samples:",
     ),
     Mutant(
         "a stop token is ignored",

@@ -8,8 +8,12 @@ MUTANTS_AHEAD = (
     Mutant(
         "a token that comes after its request was preempted is not delivered",
         "cb_backend.core.scheduler",
-        "return [_event(request, plan.step, token_ids, now, reason, None)]",
-        "return []",
+        """            self.waiting.num_tokens += len(token_ids)
+""",
+        """            self.waiting.num_tokens += len(token_ids)
+            if reason is None:
+                return []
+""",
     ),
     Mutant(
         "a token that comes after its request was preempted ends nothing",
@@ -17,7 +21,9 @@ MUTANTS_AHEAD = (
         """        if reason is not None:
             self._leave(request)
         return""",
-        "        return",
+        """        if reason is not None and request.status is not RequestStatus.PREEMPTED:
+            self._leave(request)
+        return""",
     ),
     Mutant(
         "the row of a request that has ended brings it a token",

@@ -143,9 +143,8 @@ def bench_attention(spec: DecoderSpec, dtype: torch.dtype, machine: Machine) -> 
         num_keys = new + before
         blocks = -(-num_keys // BLOCK_SIZE)
         cache = filled_cache(spec, rows * blocks, dtype)
-        # The kernels in C have an order of their own; torch gathers from [H_kv, N, block_size, D].
-        by_heads = cache.pool.movedim(cache.block_dim, 3).contiguous()
-        plain = [(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)) for k, v in by_heads]
+        # The kernels in C may have an order of their own within a block; torch has the plain one.
+        plain = [(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)) for k, v in cache.pool]
         batch = RaggedBatch(
             block_table=torch.randperm(rows * blocks).view(rows, blocks),
             query_start_loc=[new * row for row in range(rows + 1)],

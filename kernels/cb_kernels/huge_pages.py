@@ -1,4 +1,4 @@
-"""Memory in huge pages, for the weights and the KV pool, which are read at every token.
+"""Memory in huge pages, for weights that are read from end to end at every token.
 
 In pages of 4 KiB a processor that streams memory looks up an address every 4 KiB, and under a
 hypervisor each look-up is a walk through two tables: that took half of what could be read.
@@ -7,9 +7,7 @@ hypervisor each look-up is a walk through two tables: that took half of what cou
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,19 +29,15 @@ class HugePages:
 
     def copy(self, x: Tensor) -> Tensor:
         """A contiguous copy that starts at a cache line."""
-        return self.empty(x.shape, x.dtype).copy_(x)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that starts at a cache line, and is resident only where it is touched."""
-        num_bytes = math.prod(shape) * dtype.itemsize
+        num_bytes = x.numel() * x.element_size()
         if num_bytes > len(self._rest):
             try:
                 self._rest = _chunk(max(_CHUNK, num_bytes))
             except OSError:  # no room for a whole chunk
-                return torch.empty(shape, dtype=dtype)
+                return x.clone(memory_format=torch.contiguous_format)
         taken = self._rest[:num_bytes]
         self._rest = self._rest[-(-num_bytes // _LINE) * _LINE :]
-        return taken.view(dtype).view(shape)
+        return taken.view(x.dtype).view(x.shape).copy_(x)
 
 
 def _chunk(num_bytes: int) -> Tensor:

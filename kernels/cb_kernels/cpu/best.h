@@ -11,7 +11,8 @@ struct best {
 
 INLINE struct best no_best(void) { return (struct best){splat(-INFINITY), (vi){}}; }
 
-/* x is rounded to bfloat16, as it would be in y; its columns begin at `first`. */
+/* x is rounded to bfloat16, as it would be in y; its columns begin at `first`, which only grows:
+   of equals the one that is noted first stays. */
 INLINE void note_best(struct best *b, vf x, int64_t first) {
     const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     uint16_t rounded[LANES];

@@ -240,7 +240,8 @@ static void multiply_many_int8_rows(const struct rounded *r, const struct int8_w
                                     int64_t num_out) {
     int64_t num_panels = (num_out + COLUMNS - 1) / COLUMNS;
     int64_t parts = int8_parts(num_rows, num_panels), size = r->groups * GROUP_DWORDS * COLUMNS;
-#pragma omp for schedule(dynamic, 1)
+    /* Monotonic: as in linear.c. */
+#pragma omp for schedule(monotonic : dynamic, 1)
     for (int64_t job = 0; job < num_panels * parts; job++) {
         int64_t panel = job / parts, part = job % parts, first = panel * COLUMNS;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;

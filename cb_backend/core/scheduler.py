@@ -155,7 +155,8 @@ class Scheduler:
         return [self._finish(request, self._step, FinishReason.ABORT, now, None)]
 
     def _land(self, plan: StepPlan, seconds: float) -> StepDraft:
-        """The draft of the oldest step in flight, which `plan` must be. It is over."""
+        """The draft of the oldest step in flight, which `plan` must be. It is over, and before
+        anything is taken in of it, its seconds count: requests are charged up to here."""
         launched, draft = self._in_flight.popleft()
         if launched is not plan:
             raise InternalError(f"step {plan.step} lands before step {launched.step}")

@@ -196,8 +196,8 @@ class TokenBatch:
         return fresh
 
     def _decode_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
-        """What the way through `_check` and `_gather` would give, and nothing done and None where
-        it would raise."""
+        """What the way through `_check` and `_gather` would give. None, with nothing done, where it
+        would raise: a row that has sampled can only go on with that token, its last."""
         last = before.inputs
         rows, table = last.batch_rows, last.block_table
         computed = np.array(scheduled.num_computed_tokens, np.int64)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 REPLACEMENT = "\ufffd"
 
 # Tokens that are decoded again with each new one, since a decoder's output depends on what is
-# around a token (leading spaces, the bytes of one character). More is slower, never more exact.
+# around a token (leading spaces, the bytes of one character). More is slower and not more exact,
+# except where a decoder lets bytes that are no character spoil whole ones before them.
 _WINDOW_TOKENS = 6
 # A character has at most 4 bytes, so more than this many tokens without a whole one are bytes
 # that will never be one. Nor is more kept for the sake of a context that has text.

@@ -32,7 +32,7 @@ class LoopReceiver:
 
 
 class TokenStream:
-    """An async iterator over one request's events; the last one has a finish_reason.
+    """An async iterator over one request's events, for one reader; the last has a finish_reason.
 
     Unread events are merged into one, so a reader that stalls costs a token list, not a queue of
     objects, and never holds up the engine.

@@ -81,7 +81,7 @@ class PagedStep:
 
 class PlainDecoder:
     """Call it with token ids [T] int64, the cos and sin that the layers name by number, the step,
-    and which of the T tokens are wanted: [R] int64, R at most T. One thread.
+    and which of the T tokens are wanted: [R] int64, R at most T.
 
     It returns the wanted tokens' logits [R, vocab], or without a head their norms [R, hidden].
     """
@@ -108,8 +108,6 @@ class PlainDecoder:
             shape.heads * shape.dim,
             layers[0].down.depth,
         )
-        # What a step works in; kept, and as large as the largest step has wanted it.
-        self._room = torch.empty(0, dtype=torch.bfloat16)
 
     @property
     def has_head(self) -> bool:
@@ -150,11 +148,10 @@ class PlainDecoder:
         table, starts, lens = step.batch.host_rows()
         caches = step.caches
         num_tokens = len(token_ids)
-        if len(self._room) < num_tokens * sum(self._room_widths):
-            self._room = self._room.new_empty(num_tokens * sum(self._room_widths))
+        room = torch.empty(num_tokens * sum(self._room_widths), dtype=torch.bfloat16)
         rooms = accumulate(
             (2 * num_tokens * width for width in self._room_widths[:-1]),
-            initial=self._room.data_ptr(),
+            initial=room.data_ptr(),
         )
         c = kernels()
         assert c is not None

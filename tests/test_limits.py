@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -82,8 +83,9 @@ def test_a_long_wrong_value_is_cut_in_the_message() -> None:
     ],
 )
 def test_sampling_params_name_the_field_that_is_wrong(field: str, value: object) -> None:
+    given: dict[str, Any] = {field: value}
     with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**given)
     assert caught.value.field == field
     assert field in caught.value.message
 

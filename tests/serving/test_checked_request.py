@@ -102,7 +102,8 @@ def test_the_least_length_is_held_against_what_is_left_of_the_context() -> None:
 def test_a_token_id_past_the_vocabulary_is_named(field: str) -> None:
     for token_id, is_known in ((VOCAB_SIZE - 1, True), (VOCAB_SIZE, False)):
         value = {token_id: 1.0} if field == "logit_bias" else (token_id,)
-        params = SamplingParams(**{field: value})  # type: ignore[arg-type]
+        given: dict[str, Any] = {field: value}
+        params = SamplingParams(**given)
         if is_known:
             assert checked(params=params)
             continue

@@ -38,6 +38,13 @@ def _c() -> Kernels:
     return loaded
 
 
+@pytest.fixture(name="linears")
+def _linears(c: Kernels) -> Kernels:
+    if not c.has_linear:
+        pytest.skip("no bfloat16 products in this processor")
+    return c
+
+
 @pytest.fixture(name="threads")
 def _threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -152,76 +159,68 @@ def test_norm_and_rope_agree_with_torch(c: Kernels, tokens: int, dtype: torch.dt
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 7, 64, 129, 300])
 @pytest.mark.parametrize(("width", "depth"), [(16, 2), (80, 34), (128, 2500), (192, 64)])
-def test_linears_agree_with_torch(c: Kernels, width: int, depth: int, rows: int) -> None:
-    if not c.has_linear:
-        pytest.skip("no bfloat16 products in this processor")
+def test_linears_agree_with_torch(linears: Kernels, width: int, depth: int, rows: int) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16
     x, bias = torch.randn(rows, depth, dtype=dtype), torch.randn(width, dtype=dtype)
     weight = (torch.randn(width, depth) * depth**-0.5).to(dtype)
     onto = torch.randn(rows, width, dtype=dtype)
     exact = F.linear(x.double(), weight.double(), bias.double())
-    packed = c.pack(weight, gated=False)
-    actual = c.linear(x, packed, bias, width, gated=False).double()
+    packed = linears.pack(weight, gated=False)
+    actual = linears.linear(x, packed, bias, width, gated=False).double()
     torch.testing.assert_close(actual, exact, atol=1e-2, rtol=1e-2)
-    actual = c.linear(x, packed, bias, width, gated=False, onto=onto, scale=0.5).double()
+    actual = linears.linear(x, packed, bias, width, gated=False, onto=onto, scale=0.5).double()
     torch.testing.assert_close(actual, onto + 0.5 * exact, atol=1e-2, rtol=1e-2)
-    if c.takes_linear(weight, gated=True):
+    if linears.takes_linear(weight, gated=True):
         gate, up = exact.chunk(2, -1)
-        packed, bias = c.pack(weight, gated=True), c.interleave(bias)
-        actual = c.linear(x, packed, bias, width, gated=True).double()
+        packed, bias = linears.pack(weight, gated=True), linears.interleave(bias)
+        actual = linears.linear(x, packed, bias, width, gated=True).double()
         torch.testing.assert_close(actual, F.silu(gate) * up, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6, 7])
 @pytest.mark.parametrize("width", [16, 48, 208, 1024])
 def test_a_linear_has_the_same_bits_by_any_number_of_threads(
-    c: Kernels, width: int, rows: int, threads: Callable[[int], None]
+    linears: Kernels, width: int, rows: int, threads: Callable[[int], None]
 ) -> None:
     """Also by more than have a column to multiply."""
-    if not c.has_linear:
-        pytest.skip("no bfloat16 products in this processor")
     x, weight = torch.randn(rows, 34).bfloat16(), torch.randn(width, 34).bfloat16()
     expected = None
     for count in (1, 2, 3, 7):
         threads(count)
-        actual = c.linear(x, c.pack(weight, gated=False), None, width, gated=False)
+        actual = linears.linear(x, linears.pack(weight, gated=False), None, width, gated=False)
         expected = actual if expected is None else expected
         assert torch.equal(actual, expected)
         if width % 64 == 0:
-            gated = c.linear(x, c.pack(weight, gated=True), None, width, gated=True)
+            gated = linears.linear(x, linears.pack(weight, gated=True), None, width, gated=True)
             gate, up = expected.float().chunk(2, -1)
             torch.testing.assert_close(gated.float(), F.silu(gate) * up, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("gate", [-3e38, -1e37, -100.0, 0.0, 90.0, -torch.inf, torch.nan], ids=str)
-def test_the_gate_of_a_linear_takes_any_number(c: Kernels, gate: float) -> None:
-    if not c.has_linear:
-        pytest.skip("no bfloat16 products in this processor")
+def test_the_gate_of_a_linear_takes_any_number(linears: Kernels, gate: float) -> None:
     weight = torch.zeros(64, 16, dtype=torch.bfloat16)
     weight[:32, 0], weight[32:, 1] = 1.0, 1.0
     x = torch.tensor([[gate, 1.0] + [0.0] * 14], dtype=torch.bfloat16)
-    actual = c.linear(x, c.pack(weight, gated=True), None, 64, gated=True)
+    actual = linears.linear(x, linears.pack(weight, gated=True), None, 64, gated=True)
     expected = F.silu(x[:, :1].float()).expand(1, 32)
     torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=1e-2, equal_nan=True)
 
 
 def test_a_linear_reads_whole_dwords_wherever_x_begins(
-    c: Kernels, monkeypatch: pytest.MonkeyPatch
+    linears: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not c.has_linear:
-        pytest.skip("no bfloat16 products in this processor")
-    packed = c.pack(torch.zeros(16, 6, dtype=torch.bfloat16), gated=False)
+    packed = linears.pack(torch.zeros(16, 6, dtype=torch.bfloat16), gated=False)
     begins: list[int] = []
     library = SimpleNamespace(cb_linear=lambda x, *others: begins.append(x))
-    monkeypatch.setattr(c, "library", library)
-    c.linear(torch.zeros(13, dtype=torch.bfloat16)[1:].view(2, 6), packed, None, 16, gated=False)
+    monkeypatch.setattr(linears, "library", library)
+    linears.linear(
+        torch.zeros(13, dtype=torch.bfloat16)[1:].view(2, 6), packed, None, 16, gated=False
+    )
     assert begins[0] % 4 == 0
 
 
-def test_a_packed_weight_refuses_what_it_would_read_as_something_else(c: Kernels) -> None:
-    if not c.has_linear:
-        pytest.skip("no bfloat16 products in this processor")
+def test_a_packed_weight_refuses_what_it_would_read_as_something_else(linears: Kernels) -> None:
     packed = pack_linear(torch.zeros(16, 6, dtype=torch.bfloat16), None, gated=False)
     assert packed is not None
     for wrong in (torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 6)):

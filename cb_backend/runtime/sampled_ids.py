@@ -35,8 +35,8 @@ class SampledIds:
 
 
 class HostSampledIds:
-    """The same on a CPU, by numpy: an operation of torch costs more than one stream's whole step
-    has to spare for all of them."""
+    """The same on a CPU, by numpy: an operation of torch takes 50 us where a forward pass has just
+    emptied the caches, one of numpy 10."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._ids = np.zeros(max_num_seqs, np.int64)

@@ -144,6 +144,7 @@ class PlainDecoder:
         out: int | None,
         best: int | None,
     ) -> None:
+        """`out` and `best` are addresses; the logits go to the one, or their ids to the other."""
         self._check(token_ids, turns, step, wanted)
         table, starts, lens = step.batch.host_rows()
         caches = step.caches

@@ -166,6 +166,10 @@ class ModelInfo:
 class PendingStep(Protocol):
     """A step that was launched."""
 
+    def help(self) -> None:
+        """Take part in computing it, where the host can, until its end is near. Raises nothing."""
+        ...
+
     def result(self) -> StepResult:
         """Wait for it: the one synchronization with the device. Asked once, in the order of the
         steps. May raise: the requests of the plan then fail, and those of the plan launched behind
@@ -178,6 +182,9 @@ class FinishedStep:
     """Of an executor that computes as it launches."""
 
     outcome: StepResult
+
+    def help(self) -> None:
+        pass
 
     def result(self) -> StepResult:
         return self.outcome

@@ -106,6 +106,13 @@ class Engine:
             events += self.collect()
         return events
 
+    def help(self) -> None:
+        """Take part in the step in flight, where the host can, until its end is near: so late is the
+        next one scheduled, and who arrives meanwhile joins that."""
+        self.assert_thread()
+        if self._in_flight is not None:
+            self._in_flight.help()
+
     def collect(self) -> list[TokenEvent]:
         """Wait for the step in flight, if there is one; afterwards there is none."""
         self.assert_thread()

@@ -124,6 +124,7 @@ class EngineThread:
 
     def _serve(self, engine: Engine) -> None:
         while not self._is_over(engine):
+            engine.help()
             self._take_messages(engine)
             if engine.has_work and not self._is_over(engine):
                 self._watchdog.step_begins()

@@ -24,6 +24,10 @@ class LaunchedStep:
     def has_failed(self) -> bool:
         return isinstance(self.pending, ErrorInfo)
 
+    def help(self) -> None:
+        if not isinstance(self.pending, ErrorInfo):
+            self.pending.help()
+
     def result(self) -> StepResult | ErrorInfo:
         """Waits for the device."""
         if isinstance(self.pending, ErrorInfo):

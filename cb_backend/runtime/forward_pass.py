@@ -20,7 +20,7 @@ from torch import Tensor
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.cuda_graphs import DecodeGraphs, GraphMaker
 from cb_backend.runtime.kv_cache import KVCache
-from cb_backend.runtime.models.interface import CausalModel
+from cb_backend.runtime.models.interface import CausalModel, ModelRun
 from cb_backend.runtime.staging import StagedStep, stage
 from cb_backend.runtime.step_inputs import StepInputs
 from cb_backend.runtime.streams import Streams
@@ -41,7 +41,7 @@ class ForwardPass:
         self._for_triton = uses_triton(cache.pool)
         self._deterministic = deterministic
         self._by_token = deterministic and not model.is_batch_invariant(paged=cache.is_paired)
-        self._finds_best = model.finds_best and cache.is_paired and not self._by_token
+        self.can_prepare = model.can_prepare and cache.is_paired and not self._by_token
         self._graphs: DecodeGraphs | None = None
         if deterministic:
             way = "one at a time" if self._by_token else "in batches"
@@ -95,14 +95,10 @@ class ForwardPass:
             logits.append(self._run(replace(self._stage(one), token_ids=ids)))
         return torch.cat(logits)
 
-    def finds_best(self, step: StagedStep) -> bool:
-        """Whether `best` may be called."""
-        return self._finds_best and not step.for_graph
-
-    def best(self, step: StagedStep) -> Tensor:
-        """See `CausalModel.best`, of the tokens that are sampled from."""
-        inputs = (step.token_ids, step.positions, self._attention(step), step.logit_tokens)
-        return self._model.best(*inputs)
+    def prepare(self, step: StagedStep, *, only_best: bool) -> ModelRun:
+        """See `CausalModel.prepare`; only where it `can_prepare`."""
+        attention, wanted = self._attention(step), step.logit_tokens
+        return self._model.prepare(step.token_ids, attention, wanted, only_best=only_best)
 
     def _stage(self, inputs: StepInputs, *, for_graph: bool = False) -> StagedStep:
         return stage(inputs, self._streams, for_triton=self._for_triton, for_graph=for_graph)

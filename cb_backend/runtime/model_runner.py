@@ -37,6 +37,7 @@ from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
 from cb_backend.runtime.device import choose_cache_dtype, choose_device
 from cb_backend.runtime.forward_pass import ForwardPass
 from cb_backend.runtime.host_logit_editor import HostLogitEditor
+from cb_backend.runtime.host_steps import HostSteps
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.logit_editor import DeviceLogitEditor, LogitEditor
 from cb_backend.runtime.memory import available_bytes, give_back_free_memory
@@ -101,11 +102,18 @@ class ModelRunner:
             model, self._cache, self._streams, deterministic=config.deterministic
         )
         self._deterministic = config.deterministic
-        self._sampled = (
-            HostSampledIds(config.max_num_seqs)
-            if device.type == "cpu" and isinstance(self._streams, HostStreams)
-            else SampledIds(config.max_num_seqs, device)
-        )
+        self._sampled: SampledIds | HostSampledIds
+        self._host_steps: HostSteps | None = None
+        if device.type == "cpu" and isinstance(self._streams, HostStreams):
+            self._sampled = HostSampledIds(config.max_num_seqs)
+            if self._forward_pass.can_prepare:
+                self._host_steps = HostSteps(
+                    self._forward_pass, self._copier, self._sampled, self._tokens_of
+                )
+                # One thread would compute no sooner, and what has ended meanwhile in vain.
+                self._info = replace(info, runs_ahead=torch.get_num_threads() > 1)
+        else:
+            self._sampled = SampledIds(config.max_num_seqs, device)
         self._editor: LogitEditor = (
             DeviceLogitEditor(info.vocab_size, config.max_num_seqs, device)
             if uses_triton(self._cache.pool)
@@ -129,25 +137,22 @@ class ModelRunner:
         if not plan.rows:
             return FinishedStep(StepResult(token_ids={}, failed={}))
         with torch.inference_mode():
+            if self._host_steps is not None:
+                return self._host_steps.launch(inputs, plan.copies)
             self._copier.run(plan.copies)
             step = self._forward_pass.stage(inputs)
             self._sampled.fill(step)
-            sampled = self._sample(step)
+            sampled = self._tokens_of(step, self._forward_pass.logits(step))
             self._sampled.keep(step, sampled)
             return SampledStep(inputs.request_ids, self._streams.read(sampled))
 
-    def _sample(self, step: StagedStep) -> Tensor:
-        """The forward pass, and token ids [R] of its logits; -1 for a row that is not sound."""
-        rows = step.inputs.sampling
-        only_best = not rows.draws and step.inputs.edits is None
-        if only_best and self._forward_pass.finds_best(step):
-            return self._forward_pass.best(step)
-        logits = self._forward_pass.logits(step)
+    def _tokens_of(self, step: StagedStep, logits: Tensor) -> Tensor:
+        """Token ids [R] sampled from logits [R, V]; -1 for a row that is not sound."""
         if not step.inputs.request_ids:
             return step.batch_rows
         logits = self._editor.edit(logits, step)
         if step.sampling is None:
-            tokens, sound = sample(logits, rows, alone=self._deterministic)
+            tokens, sound = sample(logits, step.inputs.sampling, alone=self._deterministic)
         else:
             tokens, sound = cb_kernels.sample(logits, step.sampling)
         self._editor.count(step, tokens, sound)
@@ -221,9 +226,11 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the model and the cache; the runner cannot be used afterwards."""
+        if self._host_steps is not None:
+            self._host_steps.close()
         self._forward_pass.close()
         del self._model, self._cache, self._copier, self._forward_pass, self._batch
-        del self._sampled, self._editor
+        del self._sampled, self._editor, self._host_steps
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -253,5 +260,5 @@ def _model_info(
         dtype=str(model.dtype).removeprefix("torch."),
         attention=attention_path(device.type),
         implementation=implementation,
-        runs_ahead=device.type == "cuda",  # on a CPU there is nothing to hide
+        runs_ahead=device.type == "cuda",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,18 +59,25 @@ class SampledStep:
     request_ids: list[str]  # [R], of the rows that sample
     reading: Reading  # of their token ids, or `UNSOUND`
 
+    def help(self) -> None:
+        pass  # the host cannot
+
     def result(self) -> StepResult:
-        token_ids: dict[str, tuple[int, ...]] = {}
-        failed: dict[str, ErrorInfo] = {}
         # Also for a step that samples nothing: it is over then.
-        tokens = self.reading.wait().tolist()
-        for request_id, token in zip(self.request_ids, tokens, strict=True):
-            if token != UNSOUND:
-                token_ids[request_id] = (token,)
-            else:
-                error = RequestFailedError(
-                    "the model's logits for this request are not finite numbers; the request was"
-                    " stopped, others are not affected"
-                )
-                failed[request_id] = error.info()
-        return StepResult(token_ids, failed)
+        return step_result(self.request_ids, self.reading.wait().tolist())
+
+
+def step_result(request_ids: Sequence[str], tokens: Sequence[int]) -> StepResult:
+    """Of the token ids, or `UNSOUND`, that these requests' rows have sampled."""
+    token_ids: dict[str, tuple[int, ...]] = {}
+    failed: dict[str, ErrorInfo] = {}
+    for request_id, token in zip(request_ids, tokens, strict=True):
+        if token != UNSOUND:
+            token_ids[request_id] = (token,)
+        else:
+            error = RequestFailedError(
+                "the model's logits for this request are not finite numbers; the request was"
+                " stopped, others are not affected"
+            )
+            failed[request_id] = error.info()
+    return StepResult(token_ids, failed)

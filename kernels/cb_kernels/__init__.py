@@ -3,7 +3,13 @@ cb_backend."""
 
 from cb_kernels.argmax import argmax
 from cb_kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
-from cb_kernels.cpu.plain_decoder import PagedStep, PairedCaches, PlainDecoder, TurnTables
+from cb_kernels.cpu.plain_decoder import (
+    DecoderRun,
+    PagedStep,
+    PairedCaches,
+    PlainDecoder,
+    TurnTables,
+)
 from cb_kernels.cpu.plain_decoder_facts import DecoderEnds, DecoderShape, LayerWeights
 from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8_linear import Int8Linear
@@ -24,6 +30,7 @@ from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
     "DecoderEnds",
+    "DecoderRun",
     "DecoderShape",
     "HugePages",
     "Int8Linear",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from cb_kernels import PagedStep, PlainDecoder, TurnTables, uses_triton
+from cb_kernels import DecoderRun, PagedStep, PlainDecoder, TurnTables, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.runtime.models.embedding import Embedding
@@ -67,8 +67,8 @@ class Decoder(nn.Module):
         return not any(layer.experts for layer in self.spec.layers)  # the host counts their rows
 
     @property
-    def finds_best(self) -> bool:
-        # Once they are scaled or capped, and rounded again, others may be the largest.
+    def can_prepare(self) -> bool:
+        # Logits that are scaled or capped are rounded again, and then others may be the largest.
         as_they_are = self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None
         return self._plain is not None and self._plain.has_head and as_they_are
 
@@ -93,7 +93,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         logits: Tensor  # [R, V]
         if self._plain is not None and (paged := attention.paged) is not None:
-            logits = self._plain(token_ids, self._tables(paged), paged, logit_rows)
+            run = self._plain.prepare(token_ids, self._tables(paged), paged, logit_rows)
+            logits = run.result()
             if not self._plain.has_head:
                 logits = self.lm_head(logits)
         else:
@@ -104,16 +105,20 @@ class Decoder(nn.Module):
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def best(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
-    ) -> Tensor:
+    def prepare(
+        self,
+        token_ids: Tensor,
+        attention: Attention,
+        logit_rows: Tensor,
+        *,
+        only_best: bool,
+    ) -> DecoderRun:
         paged = attention.paged
         assert self._plain is not None
         assert paged is not None
         # By torch, an empty tensor would take ten times as long.
-        ids = torch.from_numpy(np.empty(len(logit_rows), np.int64))
-        self._plain.best(token_ids, self._tables(paged), paged, logit_rows, ids)
-        return ids
+        ids = torch.from_numpy(np.empty(len(logit_rows), np.int64)) if only_best else None
+        return self._plain.prepare(token_ids, self._tables(paged), paged, logit_rows, ids)
 
     def _tables(self, paged: PagedStep) -> TurnTables:
         longest = max(paged.batch.seq_lens)

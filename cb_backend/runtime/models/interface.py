@@ -78,6 +78,23 @@ class Attention(Protocol):
         ...
 
 
+class ModelRun(Protocol):
+    """A forward pass, for the thread that prepared it. Nothing that it was given may change until it
+    has its result, but for the token ids until it begins."""
+
+    def begin(self) -> None:
+        """It is computed from now on, whatever the caller does."""
+        ...
+
+    def help(self) -> None:
+        """Take part in it until its end is near."""
+        ...
+
+    def result(self) -> Tensor:
+        """Take part in it to its end."""
+        ...
+
+
 class CausalModel(Protocol):
     """A decoder-only language model over one flat row of T tokens of several requests."""
 
@@ -93,9 +110,8 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def finds_best(self) -> bool:
-        """Whether on an attention that is `paged` it finds the largest logits without writing all
-        of them."""
+    def can_prepare(self) -> bool:
+        """Whether it can `prepare` a step on an attention that is `paged`."""
         ...
 
     def is_batch_invariant(self, *, paged: bool) -> bool:
@@ -109,9 +125,9 @@ class CausalModel(Protocol):
         """Logits [R, V] of the tokens at `logit_rows` [R], given token_ids and positions [T]."""
         ...
 
-    def best(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
-    ) -> Tensor:
-        """The ids [R] of the largest of `forward`'s logits, the first of equals; -1 where that is
-        no finite number. Only where it `finds_best`."""
+    def prepare(
+        self, token_ids: Tensor, attention: Attention, logit_rows: Tensor, *, only_best: bool
+    ) -> ModelRun:
+        """A `forward` whose caller need not wait for its end. With `only_best` the result is ids
+        [R]: of the largest logits, the first of equals; -1 where that is no finite number."""
         ...

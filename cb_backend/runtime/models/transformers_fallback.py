@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from cb_backend.errors import ModelError
 from cb_backend.runtime.models.checkpoint import Checkpoint
-from cb_backend.runtime.models.interface import Attention, ModelGeometry
+from cb_backend.runtime.models.interface import Attention, ModelGeometry, ModelRun
 from cb_backend.runtime.models.linear import Linear, can_pack
 from cb_backend.runtime.models.proof import observed_geometry, prove_state_is_paged
 from cb_backend.runtime.models.spec import max_context
@@ -76,16 +76,16 @@ class TransformersModel:
         return False  # nobody knows what it waits for
 
     @property
-    def finds_best(self) -> bool:
+    def can_prepare(self) -> bool:
         return False
 
     def is_batch_invariant(self, *, paged: bool) -> bool:
         return False  # its sums are torch's
 
-    def best(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor
-    ) -> Tensor:
-        raise AssertionError("it finds no best")
+    def prepare(
+        self, token_ids: Tensor, attention: Attention, logit_rows: Tensor, *, only_best: bool
+    ) -> ModelRun:
+        raise AssertionError("it cannot prepare")
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, logit_rows: Tensor

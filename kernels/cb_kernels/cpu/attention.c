@@ -194,13 +194,13 @@ INLINE struct fetch later_job(const struct problem *p, const struct job *jobs, i
 
 /* Job `i` of all heads'. */
 INLINE void attend_job(const struct problem *p, const struct job *jobs, int64_t num_jobs, int64_t i,
-                       struct tile *t, int bf16, int paired) {
+                       int threads, struct tile *t, int bf16, int paired) {
     const struct job *job = &jobs[i / p->kv_heads];
     int head = (int)(i % p->kv_heads);
     if (!bf16) {
         attend(t, p, job, head, 0, 0, 0, NULL);
     } else if (HAS_PAIRS && paired) {
-        struct fetch later = later_job(p, jobs, num_jobs, i + omp_get_num_threads());
+        struct fetch later = later_job(p, jobs, num_jobs, i + threads);
         attend(t, p, job, head, 1, 1, 1, &later);
     } else {
         attend(t, p, job, head, 1, HAS_PAIRS, 0, NULL);
@@ -229,7 +229,7 @@ int cb_attention(const void *q, const void *k, const void *v, void *out, const i
         struct tile t; /* under 0.5 MiB of the thread's stack */
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_jobs * kv_heads; i++)
-            attend_job(&p, jobs, num_jobs, i, &t, bf16, paired);
+            attend_job(&p, jobs, num_jobs, i, omp_get_num_threads(), &t, bf16, paired);
     }
     free(jobs);
     return 0;

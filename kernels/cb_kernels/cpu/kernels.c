@@ -4,4 +4,4 @@
 #include "linear_int8.c"
 #include "pointwise.c"
 #include "argmax.c"
-#include "plain_decoder.c"
+#include "decoder_run.c"

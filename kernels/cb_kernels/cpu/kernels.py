@@ -35,13 +35,16 @@ _SIGNATURES: dict[str, Sequence[object]] = {
         *[_INT64] * 3,
     ),
     "cb_argmax": (*[_POINTER] * 3, _INT64, _INT64, _INT),
-    "cb_plain_decoder": (_POINTER, _POINTER, _POINTER),
+    "cb_begin_decoder": (_POINTER, _POINTER, _POINTER, _POINTER),
+    "cb_help_decoder": (_POINTER,),
+    "cb_end_decoder": (_POINTER,),
     "cb_has_pairs": (),
     "cb_has_int8": (),
 }
-_OF_PAIRS = ("cb_linear", "cb_plain_decoder")  # only where bfloat16 products are
+# Only where bfloat16 products are.
+_OF_PAIRS = ("cb_linear", "cb_begin_decoder", "cb_help_decoder", "cb_end_decoder")
 _RETURNS_INT = (
-    *("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_plain_decoder"),
+    *("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_begin_decoder"),
     *("cb_has_pairs", "cb_has_int8"),
 )
 _DTYPES = (torch.float32, torch.bfloat16)

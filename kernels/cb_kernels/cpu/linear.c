@@ -3,6 +3,7 @@
    The weight is packed in panels of 64 outputs: [N / 64, K / 2, 64] of pairs along K. */
 #include "best.h"
 #include "product.h"
+#include "team.h"
 
 #if HAS_PAIRS
 
@@ -72,8 +73,8 @@ static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *
 }
 
 /* Rows at a time, so that every thread gets enough jobs and none is tiny. */
-static int rows_of_a_job(int64_t num_rows, int64_t panels) {
-    int64_t wanted = (int64_t)JOBS_PER_THREAD * omp_get_num_threads();
+static int rows_of_a_job(int64_t num_rows, int64_t panels, int threads) {
+    int64_t wanted = (int64_t)JOBS_PER_THREAD * threads;
     int64_t parts = (wanted + panels - 1) / panels;
     int64_t rows = (num_rows + parts - 1) / parts;
     rows = (rows + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
@@ -82,39 +83,42 @@ static int rows_of_a_job(int64_t num_rows, int64_t panels) {
     return (int)(rows > MOST_ROWS ? MOST_ROWS : rows);
 }
 
-/* The columns [from, to) that a thread multiplies, one after the other: its weights come as one
-   stream, and are fetched a little ahead. */
-static void multiply_few_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
-                              int64_t from, int64_t to, const struct output *o, int64_t num_rows,
-                              int64_t num_in) {
-    while (from < to) {
-        int64_t panel = from / PANEL, end = (panel + 1) * PANEL, stop = end < to ? end : to;
-        const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;
-        /* Of a part of a panel, at an end, only some of each line's neighbours are this thread's. */
-        int lines = stop - from == PANEL ? MOST_LINES : 0;
-        multiply_panel(x, x_stride, own, (const char *)own + FETCHED_AHEAD(num_rows), lines,
-                       (int)(num_in / 2), 0, num_rows, from, (int)(stop - from), o);
-        from = stop;
+/* A few rows: each job's columns follow one another, so that its weights come as one stream, which is
+   fetched a little ahead. Where a stream begins, memory waits: streams are long (a tenth of the time
+   at 256 KiB), and yet many in a large weight, for whoever comes late. */
+static void multiply_few_rows(struct member *m, const uint16_t *x, int64_t x_stride,
+                              const uint32_t *panels, const struct output *o, int64_t num_rows,
+                              int64_t num_in, int64_t num_out) {
+    int64_t unit = o->gated ? PANEL : LANES, units = num_out / unit;
+    int64_t jobs = jobs_of_streams(num_out * num_in * 2, m->team->size);
+    FOR_JOBS(job, m, jobs, 1) {
+        int64_t from = units * job / jobs * unit, to = units * (job + 1) / jobs * unit;
+        for (int64_t stop; from < to; from = stop) {
+            int64_t panel = from / PANEL, end = (panel + 1) * PANEL;
+            const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;
+            stop = end < to ? end : to;
+            /* Of a part of a panel, at an end, only some of each line's neighbours are this job's. */
+            int lines = stop - from == PANEL ? MOST_LINES : 0;
+            multiply_panel(x, x_stride, own, (const char *)own + FETCHED_AHEAD(num_rows), lines,
+                           (int)(num_in / 2), 0, num_rows, from, (int)(stop - from), o);
+        }
     }
 }
 
 /* Panels and rows in jobs, each taken by the next free thread. */
-static void multiply_many_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
+static void multiply_many_rows(struct member *m, const uint16_t *x, int64_t x_stride, const uint32_t *panels,
                                const struct output *o, int64_t num_rows, int64_t num_in,
                                int64_t num_out) {
     int64_t num_panels = (num_out + PANEL - 1) / PANEL, panel_size = num_in / 2 * PANEL;
-    int rows = rows_of_a_job(num_rows, num_panels);
+    int rows = rows_of_a_job(num_rows, num_panels, m->team->size);
     int64_t parts = (num_rows + rows - 1) / rows;
-    /* Monotonic: the first of equals is the one that a thread notes first, and other runtimes than
-       gcc's steal jobs from behind. */
-#pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t job = 0; job < num_panels * parts; job++) {
+    FOR_JOBS(job, m, num_panels * parts, 1) {
         int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
         int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
         /* The panel that this thread will want next, if the others are as fast. Many blocks fetch
            past its end, what the job after that wants: 1% faster than to stop there. */
-        int64_t next = panel + omp_get_num_threads();
+        int64_t next = panel + m->team->size;
         int fetches = part == 0 && next < num_panels;
         int blocks = (int)(stop - start + MAX_ROWS - 1) / MAX_ROWS;
         multiply_panel(x, x_stride, panels + panel * panel_size,
@@ -124,19 +128,14 @@ static void multiply_many_rows(const uint16_t *x, int64_t x_stride, const uint32
     }
 }
 
-/* The whole product, by the threads that call this together. */
-static void linear_by_team(const uint16_t *x, int64_t x_stride, const uint32_t *panels,
-                           const struct output *o, int64_t num_rows, int64_t num_in,
-                           int64_t num_out) {
-    if (num_rows > FEW_ROWS) {
-        multiply_many_rows(x, x_stride, panels, o, num_rows, num_in, num_out);
-        return;
-    }
-    int64_t unit = o->gated ? PANEL : LANES, units = num_out / unit;
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    multiply_few_rows(x, x_stride, panels, units * thread / threads * unit,
-                      units * (thread + 1) / threads * unit, o, num_rows, num_in);
-#pragma omp barrier
+/* The whole product: one stage. */
+static void linear_by_team(struct member *m, const uint16_t *x, int64_t x_stride,
+                           const uint32_t *panels, const struct output *o, int64_t num_rows,
+                           int64_t num_in, int64_t num_out) {
+    if (num_rows > FEW_ROWS)
+        multiply_many_rows(m, x, x_stride, panels, o, num_rows, num_in, num_out);
+    else
+        multiply_few_rows(m, x, x_stride, panels, o, num_rows, num_in, num_out);
 }
 
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
@@ -145,8 +144,11 @@ void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, cons
                const uint16_t *onto, float scale, int gated, uint16_t *y, int64_t num_rows,
                int64_t num_in, int64_t num_out) {
     struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out, NULL};
+    struct stage stages[1] = {};
+    struct team team = {omp_get_max_threads(), stages, 0};
 #pragma omp parallel
-    linear_by_team(x, x_stride, panels, &o, num_rows, num_in, num_out);
+    linear_by_team(&(struct member){&team, omp_get_thread_num(), 0}, x, x_stride, panels, &o,
+                   num_rows, num_in, num_out);
 }
 
 #endif

@@ -9,6 +9,7 @@
    to whole groups. */
 #include "best.h"
 #include "product.h"
+#include "team.h"
 
 /* Whether the processor multiplies bytes (VPDPBUSD). */
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -213,41 +214,44 @@ static void multiply_int8_panel(const struct rounded *r, const struct int8_weigh
 }
 
 /* Into how many jobs the rows of a panel are cut. */
-static int64_t int8_parts(int64_t num_rows, int64_t num_panels) {
-    int64_t parts = (INT8_JOBS * omp_get_num_threads() + num_panels - 1) / num_panels;
+static int64_t int8_parts(int64_t num_rows, int64_t num_panels, int threads) {
+    int64_t parts = (INT8_JOBS * threads + num_panels - 1) / num_panels;
     int64_t most = num_rows / LEAST_INT8_ROWS, least = (num_rows - 1) / MOST_INT8_ROWS + 1;
     parts = parts > most ? most : parts;
     return parts < least ? least : parts;
 }
 
-/* The columns [from, to) of a block of rows: as in linear.c. */
-static void multiply_few_int8_rows(const struct rounded *r, const struct int8_weight *w,
-                                   int64_t from, int64_t to, const struct int8_output *o,
-                                   int64_t num_rows) {
-    while (from < to) {
-        int64_t panel = from / COLUMNS, end = (panel + 1) * COLUMNS, stop = end < to ? end : to;
-        const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
-        int lines = stop - from == COLUMNS ? MOST_LINES : 0;
-        own += from % COLUMNS;
-        multiply_int8_panel(r, w, own, (const char *)own + INT8_FETCHED_AHEAD, lines, 0, num_rows, from,
-                            (int)(stop - from), o);
-        from = stop;
+/* As in linear.c. */
+static void multiply_few_int8_rows(struct member *m, const struct rounded *r,
+                                   const struct int8_weight *w, const struct int8_output *o,
+                                   int64_t num_rows, int64_t num_out) {
+    int64_t unit = o->gated ? COLUMNS : LANES, units = num_out / unit;
+    int64_t jobs = jobs_of_streams(num_out * r->groups * GROUP, m->team->size);
+    FOR_JOBS(job, m, jobs, 1) {
+        int64_t from = units * job / jobs * unit, to = units * (job + 1) / jobs * unit;
+        for (int64_t stop; from < to; from = stop) {
+            int64_t panel = from / COLUMNS, end = (panel + 1) * COLUMNS;
+            const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;
+            own += from % COLUMNS;
+            stop = end < to ? end : to;
+            int lines = stop - from == COLUMNS ? MOST_LINES : 0;
+            multiply_int8_panel(r, w, own, (const char *)own + INT8_FETCHED_AHEAD, lines, 0,
+                                num_rows, from, (int)(stop - from), o);
+        }
     }
 }
 
-static void multiply_many_int8_rows(const struct rounded *r, const struct int8_weight *w,
+static void multiply_many_int8_rows(struct member *m, const struct rounded *r, const struct int8_weight *w,
                                     const struct int8_output *o, int64_t num_rows,
                                     int64_t num_out) {
     int64_t num_panels = (num_out + COLUMNS - 1) / COLUMNS;
-    int64_t parts = int8_parts(num_rows, num_panels), size = r->groups * GROUP_DWORDS * COLUMNS;
-    /* Monotonic: as in linear.c. */
-#pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t job = 0; job < num_panels * parts; job++) {
+    int64_t parts = int8_parts(num_rows, num_panels, m->team->size), size = r->groups * GROUP_DWORDS * COLUMNS;
+    FOR_JOBS(job, m, num_panels * parts, 1) {
         int64_t panel = job / parts, part = job % parts, first = panel * COLUMNS;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
         int num = num_out - first < COLUMNS ? (int)(num_out - first) : COLUMNS;
         /* The panel that this thread will want next, if the others are as fast. */
-        int64_t next = panel + omp_get_num_threads();
+        int64_t next = panel + m->team->size;
         int fetches = part == 0 && next < num_panels;
         int blocks = (int)(stop - start + INT8_ROWS - 1) / INT8_ROWS;
         multiply_int8_panel(r, w, w->panels + panel * size,
@@ -257,23 +261,16 @@ static void multiply_many_int8_rows(const struct rounded *r, const struct int8_w
     }
 }
 
-/* The whole product, by the threads that call this together; in `room` x is rounded. */
-static void int8_linear_by_team(const void *x, int64_t x_stride, const struct int8_weight *w,
-                                const struct int8_output *o, int64_t num_rows, int64_t num_in,
-                                int64_t num_out, char *room) {
+/* The whole product: two stages; in `room` x is rounded. */
+static void int8_linear_by_team(struct member *m, const void *x, int64_t x_stride,
+                                const struct int8_weight *w, const struct int8_output *o,
+                                int64_t num_rows, int64_t num_in, int64_t num_out, char *room) {
     struct rounded r = {room, (num_in + GROUP - 1) / GROUP};
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < num_rows; row++)
-        round_row(x, row, x_stride, num_in, o->bf16, &r);
-    if (num_rows > INT8_ROWS) {
-        multiply_many_int8_rows(&r, w, o, num_rows, num_out);
-        return;
-    }
-    int64_t unit = o->gated ? COLUMNS : LANES, units = num_out / unit;
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    multiply_few_int8_rows(&r, w, units * thread / threads * unit,
-                           units * (thread + 1) / threads * unit, o, num_rows);
-#pragma omp barrier
+    FOR_JOBS(row, m, num_rows, 1) round_row(x, row, x_stride, num_in, o->bf16, &r);
+    if (num_rows > INT8_ROWS)
+        multiply_many_int8_rows(m, &r, w, o, num_rows, num_out);
+    else
+        multiply_few_int8_rows(m, &r, w, o, num_rows, num_out);
 }
 
 /* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
@@ -284,8 +281,11 @@ void cb_linear_int8(const void *x, int64_t x_stride, const uint32_t *panels, con
     struct int8_weight w = {panels, scales};
     struct int8_output o = {bias, onto, scale, gated, bf16, y, gated ? num_out / 2 : num_out,
                             NULL};
+    struct stage stages[2] = {};
+    struct team team = {omp_get_max_threads(), stages, 0};
 #pragma omp parallel
-    int8_linear_by_team(x, x_stride, &w, &o, num_rows, num_in, num_out, room);
+    int8_linear_by_team(&(struct member){&team, omp_get_thread_num(), 0}, x, x_stride, &w, &o,
+                        num_rows, num_in, num_out, room);
 }
 
 #endif

@@ -1,10 +1,15 @@
 /* A plain decoder in one call, from token ids to logits: no return to the caller between two of its
-   hundred products, and the threads stay together. Bit for bit what the single operations give.
+   hundred products. Bit for bit what the single operations give. Workers compute it, and the caller
+   joins them when there is nothing else to do.
 
    A layer is norm, QKV, rotation, attention over a paired cache, projection onto the residual; norm,
    gated MLP onto the residual. Behind the last layer's K and V only the wanted tokens go on.
    Everything is bfloat16. */
+#include "workers.c"
+
 #if HAS_PAIRS
+
+#define TOKENS_AT_ONCE 4 /* of small work */
 
 struct layer { /* mirrored in plain_decoder.py */
     const uint16_t *attention_norm, *mlp_norm;    /* [hidden] */
@@ -45,7 +50,7 @@ struct tokens {
     uint16_t *x, *attended;
 };
 
-INLINE void multiply(const struct step *s, int64_t num_rows, const uint16_t *x,
+INLINE void multiply(struct member *me, const struct step *s, int64_t num_rows, const uint16_t *x,
                      const uint32_t *panels, const float *scales, const struct output *o,
                      int64_t num_in, int64_t num_out) {
 #if HAS_INT8
@@ -53,17 +58,16 @@ INLINE void multiply(const struct step *s, int64_t num_rows, const uint16_t *x,
         struct int8_weight weight = {panels, scales};
         struct int8_output output = {o->bias, o->onto, o->scale, o->gated, 1, o->y, o->width,
                                      o->best};
-        int8_linear_by_team(x, num_in, &weight, &output, num_rows, num_in, num_out, s->rounded);
+        int8_linear_by_team(me, x, num_in, &weight, &output, num_rows, num_in, num_out, s->rounded);
         return;
     }
 #endif
-    linear_by_team(x, num_in, panels, o, num_rows, num_in, num_out);
+    linear_by_team(me, x, num_in, panels, o, num_rows, num_in, num_out);
 }
 
-INLINE void norm_by_team(const uint16_t *x, const uint16_t *weight, uint16_t *y, int64_t num_rows,
-                         int64_t width, float eps) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_rows; t++) norm_row(x, weight, y, t * width, width, eps, 1);
+INLINE void norm_by_team(struct member *me, const uint16_t *x, const uint16_t *weight, uint16_t *y,
+                         int64_t num_rows, int64_t width, float eps) {
+    FOR_JOBS(t, me, num_rows, TOKENS_AT_ONCE) norm_row(x, weight, y, t * width, width, eps, 1);
 }
 
 INLINE void embed_token(const struct model *m, const struct step *s, int64_t t) {
@@ -116,7 +120,7 @@ struct plan {
 /* The first half of a layer, up to what attention gives. A decoding token is placed by the jobs that
    attend to it, into a block that has been fetched for them. No other row may read the block that a
    row writes to: rows share only whole blocks that an earlier step has filled. */
-INLINE void attend_layer(const struct model *m, const struct layer *l, const struct step *s,
+INLINE void attend_layer(struct member *me, const struct model *m, const struct layer *l, const struct step *s,
                          int64_t index, const struct plan *plan, const struct problem *p,
                          struct tile *tile) {
     int64_t qkv_width = (m->heads + 2 * m->kv_heads) * m->dim;
@@ -124,154 +128,87 @@ INLINE void attend_layer(const struct model *m, const struct layer *l, const str
     int is_last = index == m->num_layers - 1;
     const struct job *jobs = is_last ? plan->last_jobs : plan->jobs;
     int64_t num_jobs = is_last ? plan->num_last_jobs : plan->num_jobs;
-    norm_by_team(s->x, l->attention_norm, s->normed, s->tokens, m->hidden, m->eps);
-    multiply(s, s->tokens, s->normed, l->qkv, l->qkv_scales, &qkv, m->hidden, qkv_width);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < s->tokens; t++)
+    norm_by_team(me, s->x, l->attention_norm, s->normed, s->tokens, m->hidden, m->eps);
+    multiply(me, s, s->tokens, s->normed, l->qkv, l->qkv_scales, &qkv, m->hidden, qkv_width);
+    FOR_JOBS(t, me, s->tokens, TOKENS_AT_ONCE)
         if (!plan->is_alone[t] || (is_last && !plan->is_wanted[t]))
             for (int64_t h = 0; h < m->kv_heads; h++)
                 place_head(m, l, s, index, t, plan->positions[t], h);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_jobs * m->kv_heads; i++) {
+    FOR_JOBS(i, me, num_jobs * m->kv_heads, 1) {
         int32_t t = s->starts[jobs[i / m->kv_heads].row];
         if (plan->is_alone[t])
             place_head(m, l, s, index, t, plan->positions[t], i % m->kv_heads);
-        attend_job(p, jobs, num_jobs, i, tile, 1, 1);
+        attend_job(p, jobs, num_jobs, i, me->team->size, tile, 1, 1);
     }
 }
 
 /* The second half: projection and MLP, onto x. */
-INLINE void feed_forward(const struct model *m, const struct layer *l, const struct step *s,
+INLINE void feed_forward(struct member *me, const struct model *m, const struct layer *l, const struct step *s,
                          const struct tokens *t) {
     struct output output = {l->output_bias, t->x, m->residual_scale, 0, t->x, m->hidden, NULL};
     struct output gated = {l->gate_up_bias, NULL, 1.0f, 1, s->gated, m->width, NULL};
     struct output down = {l->down_bias, t->x, m->residual_scale, 0, t->x, m->hidden, NULL};
-    multiply(s, t->num, t->attended, l->output, l->output_scales, &output, m->heads * m->dim,
+    multiply(me, s, t->num, t->attended, l->output, l->output_scales, &output, m->heads * m->dim,
              m->hidden);
-    norm_by_team(t->x, l->mlp_norm, s->normed, t->num, m->hidden, m->eps);
-    multiply(s, t->num, s->normed, l->gate_up, l->gate_up_scales, &gated, m->hidden,
+    norm_by_team(me, t->x, l->mlp_norm, s->normed, t->num, m->hidden, m->eps);
+    multiply(me, s, t->num, s->normed, l->gate_up, l->gate_up_scales, &gated, m->hidden,
              2 * m->width);
-    multiply(s, t->num, s->gated, l->down, l->down_scales, &down, m->width, m->hidden);
+    multiply(me, s, t->num, s->gated, l->down, l->down_scales, &down, m->width, m->hidden);
 }
 
 /* The wanted tokens side by side; their attention goes where q, k and v have been. */
-INLINE struct tokens keep_wanted(const struct model *m, const struct step *s) {
+INLINE struct tokens keep_wanted(struct member *me, const struct model *m, const struct step *s) {
     struct tokens kept = {s->num_wanted, s->kept, s->qkv};
     int64_t q_width = m->heads * m->dim;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < s->num_wanted; i++) {
+    FOR_JOBS(i, me, s->num_wanted, TOKENS_AT_ONCE) {
         memcpy(kept.x + i * m->hidden, s->x + s->wanted[i] * m->hidden, m->hidden * 2);
         memcpy(kept.attended + i * q_width, s->attended + s->wanted[i] * q_width, q_width * 2);
     }
     return kept;
 }
 
-/* `bests` [threads, num_wanted], where only the largest logits are asked for. */
-INLINE void answer(const struct model *m, const struct step *s, const struct tokens *t,
-                   struct best *bests) {
-    struct best *own = bests ? bests + omp_get_thread_num() * t->num : NULL;
-    for (int64_t i = 0; own && i < t->num; i++) own[i] = no_best();
-    norm_by_team(t->x, m->norm, m->head ? s->normed : s->out, t->num, m->hidden, m->eps);
-    if (!m->head) return;
+/* `bests` [members, num_wanted], where only the largest logits are asked for. */
+INLINE void answer(struct member *me, const struct model *m, const struct step *s,
+                   const struct tokens *t, struct best *bests) {
+    struct best *own = bests ? bests + me->number * t->num : NULL;
+    norm_by_team(me, t->x, m->norm, m->head ? s->normed : s->out, t->num, m->hidden, m->eps);
+    if (!m->head || me->leaves_early) return;
     struct output logits = {NULL, NULL, 1.0f, 0, s->out, m->vocab, own};
-    multiply(s, t->num, s->normed, m->head, m->head_scales, &logits, m->hidden, m->vocab);
+    multiply(me, s, t->num, s->normed, m->head, m->head_scales, &logits, m->hidden, m->vocab);
     if (!bests) return;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < t->num; i++)
-        s->best[i] = settle_best(bests + i, omp_get_num_threads(), t->num);
+    FOR_JOBS(i, me, t->num, 1)
+        s->best[i] = settle_best(bests + i, me->team->size, t->num);
 }
 
-/* Whether everything that the step names is there. */
-static int step_fits(const struct model *m, const struct step *s) {
-    for (int64_t t = 0; t < s->tokens; t++)
-        if (s->slots[t] >= s->num_blocks * s->block_size || s->token_ids[t] < 0 ||
-            s->token_ids[t] >= m->vocab)
-            return 0;
-    if (s->num_wanted > s->tokens) return 0; /* there is room for no more */
-    for (int64_t i = 0; i < s->num_wanted; i++)
-        if (s->wanted[i] < 0 || s->wanted[i] >= s->tokens) return 0;
-    return 1;
-}
+/* A step under way, and all that it needs. */
+struct run {
+    struct call call;
+    const struct model *model;
+    const struct layer *layers;
+    struct step step;
+    struct problem problem;
+    struct plan plan;
+    struct stage *stages;
+};
 
-static void make_plan(const struct problem *p, const struct step *s, struct plan *plan) {
-    plan->num_jobs = make_jobs(p, s->rows, plan->jobs);
-    for (int64_t i = 0; i < s->num_wanted; i++) plan->is_wanted[s->wanted[i]] = 1;
-    for (int64_t row = 0; row < s->rows; row++)
-        for (int32_t t = s->starts[row]; t < s->starts[row + 1]; t++) {
-            plan->positions[t] = s->lens[row] - s->starts[row + 1] + t;
-            plan->is_alone[t] = s->starts[row + 1] - s->starts[row] == 1;
-        }
-    plan->num_last_jobs = 0;
-    for (int64_t i = 0; i < plan->num_jobs; i++) {
-        const struct job *job = &plan->jobs[i];
-        int32_t first = s->starts[job->row] + job->first;
-        if (memchr(plan->is_wanted + first, 1, job->count))
-            plan->last_jobs[plan->num_last_jobs++] = *job;
-    }
-}
+#define STAGES_OF_A_LAYER 12 /* at most: 2 norms, 4 products of 2 each, placing, attention */
+#define OTHER_STAGES 6       /* embedding, wanted tokens, norm, head of 2, largest logits */
 
-static void run_model(const struct model *m, const struct layer *layers, const struct step *s,
-                      const struct problem *shared, const struct plan *plan) {
-#pragma omp parallel
-    {
-        struct tile tile; /* under 0.5 MiB of the thread's stack */
-        struct tokens t = {s->tokens, s->x, s->attended};
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < s->tokens; i++) embed_token(m, s, i);
-        for (int64_t i = 0; i < m->num_layers; i++) {
-            struct problem p = *shared;
-            p.k = s->k_caches[i], p.v = s->v_caches[i], p.window = layers[i].window;
-            attend_layer(m, &layers[i], s, i, plan, &p, &tile);
-            if (i == m->num_layers - 1) t = keep_wanted(m, s);
-            feed_forward(m, &layers[i], s, &t);
-        }
-        answer(m, s, &t, plan->bests);
-    }
-}
-
-/* 0; 1 when memory ran out; 2 for a block, a slot, a token id or a wanted token that is not there.
-   Nothing is written then. */
-int cb_plain_decoder(const struct model *m, const struct layer *layers, const struct step *s) {
-    if (!step_fits(m, s)) return 2;
-    struct problem shared = {
-        .q = s->qkv,
-        .out = s->attended,
-        .table = s->table,
-        .starts = s->starts,
-        .lens = s->lens,
-        .q_stride = (m->heads + 2 * m->kv_heads) * m->dim,
-        .table_stride = s->table_stride,
-        .block_stride = s->block_stride,
-        .head_stride = s->head_stride,
-        .heads = m->heads,
-        .kv_heads = m->kv_heads,
-        .dim = m->dim,
-        .block_size = s->block_size,
-        .scale = m->attention_scale,
-        .soft_cap = m->soft_cap,
-    };
+static void walk_model(const void *what, struct member *me) {
+    const struct run *run = what;
+    const struct model *m = run->model;
+    const struct step *s = &run->step;
+    struct tile tile; /* under 0.5 MiB of the thread's stack */
+    struct tokens t = {s->tokens, s->x, s->attended};
+    FOR_JOBS(i, me, s->tokens, TOKENS_AT_ONCE) embed_token(m, s, i);
     for (int64_t i = 0; i < m->num_layers; i++) {
-        shared.window = layers[i].window;
-        if ((i == 0 || layers[i].window != layers[i - 1].window) &&
-            !tables_fit(&shared, s->rows, s->num_blocks))
-            return 2;
+        struct problem p = run->problem;
+        p.k = s->k_caches[i], p.v = s->v_caches[i], p.window = run->layers[i].window;
+        attend_layer(me, m, &run->layers[i], s, i, &run->plan, &p, &tile);
+        if (i == m->num_layers - 1) t = keep_wanted(me, m, s);
+        feed_forward(me, m, &run->layers[i], s, &t);
     }
-    struct plan plan = {
-        .jobs = malloc(2 * (s->tokens + 1) * sizeof(struct job)),
-        .positions = malloc((s->tokens + 1) * sizeof(int32_t)),
-        .is_wanted = calloc(2 * (s->tokens + 1), 1),
-    };
-    int64_t num_bests = s->out ? 0 : omp_get_max_threads() * s->num_wanted;
-    if (num_bests) plan.bests = aligned_alloc(64, num_bests * sizeof(struct best));
-    int status = !plan.jobs || !plan.positions || !plan.is_wanted || (num_bests && !plan.bests);
-    if (!status) {
-        plan.last_jobs = plan.jobs + s->tokens + 1;
-        plan.is_alone = plan.is_wanted + s->tokens + 1;
-        make_plan(&shared, s, &plan);
-        run_model(m, layers, s, &shared, &plan);
-    }
-    free(plan.jobs), free(plan.positions), free(plan.is_wanted), free(plan.bests);
-    return status;
+    answer(me, m, s, &t, run->plan.bests);
 }
 
 #endif

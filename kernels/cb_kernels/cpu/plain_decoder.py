@@ -1,6 +1,7 @@
 """A plain bfloat16 decoder as one call into the library: see plain_decoder.c.
 
-Between two products of a small step Python would take longer than the product.
+Between two products of a small step Python would take longer than the product. The library's workers
+begin a step while its caller goes on, and the caller joins them later.
 """
 
 from __future__ import annotations
@@ -79,12 +80,55 @@ class PagedStep:
     slot_mapping: Tensor  # [T] int64
 
 
-class PlainDecoder:
-    """Call it with token ids [T] int64, the cos and sin that the layers name by number, the step,
-    and which of the T tokens are wanted: [R] int64, R at most T.
+class DecoderRun:
+    """A step of a `PlainDecoder`. It is over with its result, or with this object; before that nothing
+    that it was given may change, but for the token ids until it begins. One thread's."""
 
-    It returns the wanted tokens' logits [R, vocab], or without a head their norms [R, hidden].
-    """
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        arguments: tuple[object, ...],
+        out: Tensor,
+        used: tuple[object, ...],
+    ) -> None:
+        """`used` are those whose addresses the library has."""
+        self._library = library
+        self._arguments = arguments
+        self._out = out
+        self._used = used
+        self._run = ctypes.c_void_p()  # of the library, while it is under way
+        self._is_over = False
+
+    def begin(self) -> None:
+        """The workers compute it from now on. Raises IndexError for what is not there."""
+        status = self._library.cb_begin_decoder(*self._arguments, ctypes.byref(self._run))
+        raise_for(status, "a token id, a wanted token, or a row's block or slot is not there")
+
+    def help(self) -> None:
+        """Take part in it until only the head's product is left."""
+        if self._run:
+            self._library.cb_help_decoder(self._run)
+
+    def result(self) -> Tensor:
+        """Take part in it to its end. Raises as `begin`, if it was not begun."""
+        if not self._is_over and not self._run:
+            self.begin()
+        self._end()
+        return self._out
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._run:
+            self._library.cb_end_decoder(self._run)
+            self._run = ctypes.c_void_p()
+        self._is_over = True
+
+
+class PlainDecoder:
+    """Computes steps of a decoder, given token ids [T] int64, the cos and sin that the layers name by
+    number, the step, and which of the T tokens are wanted: [R] int64, R at most T."""
 
     def __init__(
         self, layers: Sequence[LayerWeights], ends: DecoderEnds, shape: DecoderShape
@@ -113,39 +157,27 @@ class PlainDecoder:
     def has_head(self) -> bool:
         return self._ends.head is not None
 
-    def __call__(
-        self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor
-    ) -> Tensor:
-        """Raises ValueError for arguments that the library would read as something else, and
-        IndexError for what is not there."""
-        width = self._model.vocab if self.has_head else self._hidden
-        out = torch.empty(len(wanted), width, dtype=torch.bfloat16)
-        self._run(token_ids, turns, step, wanted, out=out.data_ptr(), best=None)
-        return out
-
-    def best(
-        self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor, ids: Tensor
-    ) -> None:
-        """Give `ids` [R] int64 those of the largest logits, the first of equals; -1 where that is
-        no finite number. The logits are not written. Raises as a call does, and without a head."""
-        if not self.has_head:
-            raise ValueError("there are no logits without a head")
-        if ids.dtype != torch.int64 or ids.shape != wanted.shape or not ids.is_contiguous():
-            raise ValueError(f"ids must be int64 {list(wanted.shape)}, got {_text(ids)}")
-        self._run(token_ids, turns, step, wanted, out=None, best=ids.data_ptr())
-
-    def _run(
+    def prepare(
         self,
         token_ids: Tensor,
         turns: TurnTables,
         step: PagedStep,
         wanted: Tensor,
-        *,
-        out: int | None,
-        best: int | None,
-    ) -> None:
-        """`out` and `best` are addresses; the logits go to the one, or their ids to the other."""
+        ids: Tensor | None = None,
+    ) -> DecoderRun:
+        """Its result: the wanted tokens' logits [R, vocab], or without a head their norms
+        [R, hidden]. Or `ids` [R] int64, if they are given: those of the largest logits, the first of
+        equals, -1 where that is no finite number; the logits are not written then.
+
+        Raises ValueError for arguments that the library would read as something else, and
+        IndexError for what is not there."""
         self._check(token_ids, turns, step, wanted)
+        if ids is None:
+            width = self._model.vocab if self.has_head else self._hidden
+            out = torch.empty(len(wanted), width, dtype=torch.bfloat16)
+        else:
+            self._check_ids(ids, wanted)
+            out = ids
         table, starts, lens = step.batch.host_rows()
         caches = step.caches
         num_tokens = len(token_ids)
@@ -160,6 +192,7 @@ class PlainDecoder:
         if self._rounds:
             assert c.int8 is not None
             rounded = c.int8.room(num_tokens, max(self._room_widths))
+        address = out.data_ptr()
         facts = StepFacts(
             *(len(lens), num_tokens, len(wanted), table.stride(0), *caches.shape[:2]),
             *(caches.block_stride, caches.head_stride),
@@ -167,12 +200,18 @@ class PlainDecoder:
             *(step.slot_mapping.data_ptr(), token_ids.data_ptr(), wanted.data_ptr()),
             *map(ctypes.addressof, (*caches.addresses, *turns.addresses)),
             *rooms,
-            *(None if rounded is None else rounded.data_ptr(), out, best),
+            None if rounded is None else rounded.data_ptr(),
+            *((address, None) if ids is None else (None, address)),
         )
-        status = c.library.cb_plain_decoder(
-            ctypes.byref(self._model), self._layers, ctypes.byref(facts)
-        )
-        raise_for(status, "a token id, a wanted token, or a row's block or slot is not there")
+        used = (self, facts, token_ids, turns, step, wanted, table, starts, lens, room, rounded)
+        arguments = (ctypes.byref(self._model), self._layers, ctypes.byref(facts))
+        return DecoderRun(c.library, arguments, out, used)
+
+    def _check_ids(self, ids: Tensor, wanted: Tensor) -> None:
+        if not self.has_head:
+            raise ValueError("there are no logits without a head")
+        if ids.dtype != torch.int64 or ids.shape != wanted.shape or not ids.is_contiguous():
+            raise ValueError(f"ids must be int64 {list(wanted.shape)}, got {_text(ids)}")
 
     def _check(self, token_ids: Tensor, turns: TurnTables, step: PagedStep, wanted: Tensor) -> None:
         num_tokens = step.batch.num_tokens

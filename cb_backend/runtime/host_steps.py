@@ -1,0 +1,100 @@
+"""Steps of a CPU: its workers compute one while the engine thread does the host's part of others.
+
+One that is launched while another is under way waits for that one's tokens, and begins as soon as
+they are here, before the host has any of its work with them. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cb_backend.core.step_io import BlockCopy, StepResult
+from cb_backend.runtime.block_copier import BlockCopier
+from cb_backend.runtime.forward_pass import ForwardPass
+from cb_backend.runtime.sampled_ids import HostSampledIds, step_result
+from cb_backend.runtime.staging import StagedStep
+from cb_backend.runtime.step_inputs import StepInputs
+
+
+class HostSteps:
+    """Launches steps of a model that can `prepare` them."""
+
+    def __init__(
+        self,
+        forward_pass: ForwardPass,
+        copier: BlockCopier,
+        sampled: HostSampledIds,
+        tokens_of: Callable[[StagedStep, Tensor], Tensor],
+    ) -> None:
+        """`tokens_of` samples from a step's logits."""
+        self.forward_pass = forward_pass
+        self.copier = copier
+        self.sampled = sampled
+        self.tokens_of = tokens_of
+        self._last: HostStep | None = None
+
+    def launch(self, inputs: StepInputs, copies: Sequence[BlockCopy]) -> HostStep:
+        step = HostStep(self, self.forward_pass.stage(inputs), copies)
+        if self._last is None or self._last.is_over:
+            step.begin()
+        else:
+            self._last.behind = step
+        self._last = step
+        return step
+
+    def close(self) -> None:
+        """Nothing is under way afterwards."""
+        if self._last is not None:
+            self._last.abandon()
+
+
+class HostStep:
+    """Implements `core.step_io.PendingStep`."""
+
+    def __init__(self, steps: HostSteps, staged: StagedStep, copies: Sequence[BlockCopy]) -> None:
+        inputs = staged.inputs
+        self.is_over = False
+        self.behind: HostStep | None = None  # launched meanwhile
+        self._steps = steps
+        self._staged = staged
+        self._copies = copies
+        self._only_best = not inputs.sampling.draws and inputs.edits is None
+        self._run = steps.forward_pass.prepare(staged, only_best=self._only_best)
+        self._has_begun = False
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        """What it raises is for who asks for the result."""
+        self._has_begun = True
+        try:
+            with torch.inference_mode():
+                self._steps.copier.run(self._copies)
+                self._steps.sampled.fill(self._staged)
+                self._run.begin()
+        except Exception as error:
+            self._error = error
+
+    def help(self) -> None:
+        if self._has_begun:
+            self._run.help()
+
+    def result(self) -> StepResult:
+        if not self._has_begun:  # the one before has failed
+            self.begin()
+        self.is_over = True
+        if self._error is not None:
+            raise self._error
+        out = self._run.result()
+        with torch.inference_mode():
+            tokens = out if self._only_best else self._steps.tokens_of(self._staged, out)
+            self._steps.sampled.keep(self._staged, tokens)
+        if self.behind is not None:
+            self.behind.begin()
+        return step_result(self._staged.inputs.request_ids, tokens.tolist())
+
+    def abandon(self) -> None:
+        if self._has_begun and not self.is_over:
+            self._run.result()

@@ -229,6 +229,9 @@ class _LaunchedStep:
     executor: ShadowExecutor
     plan: StepPlan
 
+    def help(self) -> None:
+        pass
+
     def result(self) -> StepResult:
         assert self.executor.launched.popleft() is self.plan, "results are asked for out of order"
         return self.executor.compute(self.plan)

@@ -107,8 +107,8 @@ class Engine:
         return events
 
     def help(self) -> None:
-        """Take part in the step in flight, where the host can, until its end is near: so late is the
-        next one scheduled, and who arrives meanwhile joins that."""
+        """Take part in the step in flight, where the host can, until its end is near. As late as
+        that the next one is scheduled, so that who arrives meanwhile joins it."""
         self.assert_thread()
         if self._in_flight is not None:
             self._in_flight.help()

@@ -70,10 +70,11 @@ class HostStep:
         """What it raises is for who asks for the result."""
         self._has_begun = True
         try:
-            with torch.inference_mode():
-                self._steps.copier.run(self._copies)
-                self._steps.sampled.fill(self._staged)
-                self._run.begin()
+            if self._copies:
+                with torch.inference_mode():
+                    self._steps.copier.run(self._copies)
+            self._steps.sampled.fill(self._staged)
+            self._run.begin()
         except Exception as error:
             self._error = error
 
@@ -87,11 +88,12 @@ class HostStep:
         self.is_over = True
         if self._error is not None:
             raise self._error
-        out = self._run.result()
-        with torch.inference_mode():
-            tokens = out if self._only_best else self._steps.tokens_of(self._staged, out)
-            self._steps.sampled.keep(self._staged, tokens)
-        if self.behind is not None:
+        tokens = self._run.result()
+        if not self._only_best:
+            with torch.inference_mode():
+                tokens = self._steps.tokens_of(self._staged, tokens)
+        self._steps.sampled.keep(self._staged, tokens)
+        if self.behind is not None:  # nobody computes until this
             self.behind.begin()
         return step_result(self._staged.inputs.request_ids, tokens.tolist())
 

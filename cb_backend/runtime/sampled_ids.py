@@ -45,7 +45,8 @@ class HostSampledIds:
     def fill(self, step: StagedStep) -> None:
         """See `SampledIds.fill`."""
         inputs = step.inputs
-        step.token_ids.numpy()[inputs.sampled_tokens] = self._ids[inputs.sampled_rows]
+        # On a CPU the step's tensor is this array.
+        inputs.token_ids[inputs.sampled_tokens] = self._ids[inputs.sampled_rows]
 
     def keep(self, step: StagedStep, token_ids: Tensor) -> None:
         """See `SampledIds.keep`."""

@@ -79,8 +79,8 @@ class Attention(Protocol):
 
 
 class ModelRun(Protocol):
-    """A forward pass, for the thread that prepared it. Nothing that it was given may change until it
-    has its result, but for the token ids until it begins."""
+    """A forward pass, for the thread that prepared it. Nothing that it was given may change until
+    that has its result, but for the token ids until it begins."""
 
     def begin(self) -> None:
         """It is computed from now on, whatever the caller does."""

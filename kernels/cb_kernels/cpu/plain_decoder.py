@@ -1,7 +1,7 @@
 """A plain bfloat16 decoder as one call into the library: see plain_decoder.c.
 
-Between two products of a small step Python would take longer than the product. The library's workers
-begin a step while its caller goes on, and the caller joins them later.
+Between two products of a small step Python would take longer than the product. The library's
+workers begin a step while its caller goes on, and the caller joins them later.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class PagedStep:
 
 
 class DecoderRun:
-    """A step of a `PlainDecoder`. It is over with its result, or with this object; before that nothing
-    that it was given may change, but for the token ids until it begins. One thread's."""
+    """A step of a `PlainDecoder`. It is over with its result, or with this object; before that
+    nothing that it was given may change, but for the token ids until it begins. One thread's."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class DecoderRun:
 
 
 class PlainDecoder:
-    """Computes steps of a decoder, given token ids [T] int64, the cos and sin that the layers name by
-    number, the step, and which of the T tokens are wanted: [R] int64, R at most T."""
+    """Computes steps of a decoder, given token ids [T] int64, the cos and sin that the layers name
+    by number, the step, and which of the T tokens are wanted: [R] int64, R at most T."""
 
     def __init__(
         self, layers: Sequence[LayerWeights], ends: DecoderEnds, shape: DecoderShape
@@ -166,8 +166,8 @@ class PlainDecoder:
         ids: Tensor | None = None,
     ) -> DecoderRun:
         """Its result: the wanted tokens' logits [R, vocab], or without a head their norms
-        [R, hidden]. Or `ids` [R] int64, if they are given: those of the largest logits, the first of
-        equals, -1 where that is no finite number; the logits are not written then.
+        [R, hidden]. Or `ids` [R] int64, if they are given: those of the largest logits, the first
+        of equals, -1 where that is no finite number; the logits are not written then.
 
         Raises ValueError for arguments that the library would read as something else, and
         IndexError for what is not there."""

@@ -9,7 +9,7 @@
 
 #include "team.h"
 
-#define LOOKS_BEFORE_SLEEPING 4096 /* some 50 us, which the caller takes from step to step */
+#define LOOKS_BEFORE_SLEEPING 16384 /* some 200 us, which a caller may take from step to step */
 
 typedef void walk_function(const void *what, struct member *member);
 

@@ -170,9 +170,9 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
     batch = RaggedBatch(table, [0, 5], [5], size)
     right = PagedStep(caches(), batch, slots)
     vocab = plain._model.vocab
-    assert plain(ids, turns, right, last).shape == (1, vocab)
-    assert plain(ids, turns, right, torch.arange(5)).shape == (5, vocab)
-    assert plain(ids, turns, right, last[:0]).shape == (0, vocab)
+    assert plain.prepare(ids, turns, right, last).result().shape == (1, vocab)
+    assert plain.prepare(ids, turns, right, torch.arange(5)).result().shape == (5, vocab)
+    assert plain.prepare(ids, turns, right, last[:0]).result().shape == (0, vocab)
     other_batch = RaggedBatch(table, [0, 5], [5], 32)
     for wrong_table in (cos.float(), cos[:, :16], cos[0]):
         with pytest.raises(ValueError, match="cos and sin"):
@@ -195,7 +195,7 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
     ]
     for message, ids_given, turns_given, step, wanted in wrong:
         with pytest.raises(ValueError, match=message):
-            plain(ids_given, turns_given, step, wanted)
+            plain.prepare(ids_given, turns_given, step, wanted).result()
     bad_table = RaggedBatch(table + blocks, [0, 5], [5], size)
     not_there: list[tuple[Tensor, PagedStep, Tensor]] = [
         (ids, PagedStep(caches(), batch, slots + blocks * size), last),
@@ -207,7 +207,7 @@ def test_a_call_refuses_a_step_that_the_library_would_misread(tmp_path: Path) ->
     ]
     for ids_given, step, wanted in not_there:
         with pytest.raises(IndexError, match="not there"):
-            plain(ids_given, turns, step, wanted)
+            plain.prepare(ids_given, turns, step, wanted).result()
 
 
 def test_caches_that_differ_among_layers_are_refused() -> None:
@@ -236,10 +236,10 @@ def test_a_block_that_only_a_wider_layer_sees_is_looked_for(tmp_path: Path) -> N
         table = torch.tensor([[first_block, 1, 2]], dtype=torch.int32)
         step = PagedStep(caches, RaggedBatch(table, [0, 1], [40], 16), torch.tensor([2 * 16 + 7]))
         if fits:
-            model._plain(torch.tensor([5]), turns, step, torch.tensor([0]))
+            model._plain.prepare(torch.tensor([5]), turns, step, torch.tensor([0])).result()
             continue
         with pytest.raises(IndexError, match="not there"):
-            model._plain(torch.tensor([5]), turns, step, torch.tensor([0]))
+            model._plain.prepare(torch.tensor([5]), turns, step, torch.tensor([0])).result()
 
 
 @torch.inference_mode()

@@ -104,6 +104,7 @@ class ShadowExecutor:
         self.resizes: list[PoolResize] = []
         self.saved: dict[str, dict[bytes, list[tuple[int, int]]]] = {}  # by path, for all runs
         self.closed = threading.Event()
+        self.helped: Callable[[StepPlan], None] = lambda plan: None
         self._next_token = next_token
         self._before_step = before_step
         self._before_launch = before_launch
@@ -230,7 +231,7 @@ class _LaunchedStep:
     plan: StepPlan
 
     def help(self) -> None:
-        pass
+        self.executor.helped(self.plan)
 
     def result(self) -> StepResult:
         assert self.executor.launched.popleft() is self.plan, "results are asked for out of order"

@@ -41,7 +41,9 @@ class VirtualReplica:
         """`block_size` is that of the trace's blocks, not of the replica's."""
         self._scheduler = Scheduler(header.limits, recorded_policy(header, header.policy))
         self._runs_ahead = bool(header.model.get("runs_ahead"))
-        self._in_flight: StepPlan | None = None
+        # A CPU's host helps with a step before it decides the next one, see `Engine.help`.
+        self._decides_late = header.model.get("device") == "cpu"
+        self._in_flight: tuple[StepPlan, float] | None = None  # and the seconds that it takes
         self._cost = cost
         self._token_ids = TokenIds(block_size)
         self._rates = StepRates()
@@ -61,7 +63,7 @@ class VirtualReplica:
         while coming or self._has_work:
             if not self._has_work:
                 self._clock = max(self._clock, coming[0][0].time)
-            while coming and coming[0][0].time <= self._clock:
+            while coming and coming[0][0].time <= self._next_decision:
                 self._arrive(*coming.popleft())
             self._step()
         return list(self._served.values())
@@ -81,23 +83,29 @@ class VirtualReplica:
     def _has_work(self) -> bool:
         return self._in_flight is not None or self._scheduler.has_work
 
+    @property
+    def _next_decision(self) -> float:
+        if self._in_flight is None or not self._decides_late:
+            return self._clock
+        return self._clock + self._in_flight[1]
+
     def _step(self) -> None:
-        """As an engine's: running ahead, the next step is decided when the device begins one."""
-        plan, self._in_flight = self._in_flight, None
-        if plan is None or (self._scheduler.has_work and not self._scheduler.only_awaits):
+        """As an engine's: running ahead, the next step is decided when the device begins one, or
+        when it is about to end it."""
+        before, self._in_flight = self._in_flight, None
+        if before is None or (self._scheduler.has_work and not self._scheduler.only_awaits):
             self._in_flight = self._launch()
         if not self._runs_ahead:
-            plan, self._in_flight = self._in_flight, None
-        if plan is not None:
-            self._land(plan)
+            before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._land(*before)
 
-    def _launch(self) -> StepPlan:
+    def _launch(self) -> tuple[StepPlan, float]:
         self._scheduler.token_budget = self._budget.choose(self._rates)
-        return self._scheduler.schedule()
+        plan = self._scheduler.schedule()
+        return plan, self._cost.step_seconds(StepWork.of_plan(plan)) * next(self._spread)
 
-    def _land(self, plan: StepPlan) -> None:
-        seconds = self._cost.step_seconds(StepWork.of_plan(plan))
-        seconds *= next(self._spread)
+    def _land(self, plan: StepPlan, seconds: float) -> None:
         self._clock += seconds
         if plan.rows:
             self._rates.observe(plan.num_tokens, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
@@ -32,24 +33,46 @@ def make_header(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int 
 
 
 def serve_priced(
-    trace: Trace, cost: CostModel, path: Path, *, runs_ahead: bool = False
+    trace: Trace,
+    cost: CostModel,
+    path: Path,
+    *,
+    runs_ahead: bool = False,
+    helps: bool = False,
 ) -> dict[str, list[float]]:
-    """Serve the trace with a real engine, recorded to `path`; when each request got something."""
+    """Serve the trace with a real engine, recorded to `path`; when each request got something.
+    `helps`: as on a CPU, whose host takes part in a step before it decides the next one."""
     clock = 0.0
 
     def take_time(plan: StepPlan) -> None:
         nonlocal clock
         clock += cost.step_seconds(StepWork.of_plan(plan))
 
+    helped: set[int] = set()
+
+    def help_with(plan: StepPlan) -> None:
+        take_time(plan)
+        helped.add(plan.step)
+
+    def finish(plan: StepPlan) -> None:
+        if plan.step not in helped:
+            take_time(plan)
+
     info = make_model_info(num_blocks=256, block_size=4, runs_ahead=runs_ahead)
+    executor = ShadowExecutor(
+        dataclasses.replace(info, device="cpu" if helps else "fake"), before_step=finish
+    )
+    if helps:
+        executor.helped = help_with
     engine = Engine(
         EngineConfig(model="priced", max_num_seqs=4, max_num_batched_tokens=64),
-        ShadowExecutor(info, before_step=take_time),
+        executor,
         clock=lambda: clock,
         recording=open_recorder(str(path)),
     )
     coming, times = list(trace.requests), defaultdict(list)
     while coming or engine.has_work:
+        engine.help()
         if not engine.has_work:
             clock = max(clock, coming[0][0].time)
         while coming and coming[0][0].time <= clock:

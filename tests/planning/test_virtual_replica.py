@@ -44,11 +44,13 @@ def test_steps_that_vary_vary_the_same_way_each_time() -> None:
     assert runs[0] != VirtualReplica(make_header(), COST, 4).run(trace.requests)
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_the_virtual_replica_does_what_the_engine_does(runs_ahead: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("runs_ahead", "helps"), [(False, False), (True, False), (True, True)])
+def test_the_virtual_replica_does_what_the_engine_does(
+    runs_ahead: bool, helps: bool, tmp_path: Path
+) -> None:
     """The same arrivals on the same clock: every token comes at the same moment."""
     drawn = Synthetic(requests=80, rate=8.0, prompt=(1, 90), output=(1, 30)).draw(4)
-    times = serve_priced(drawn, COST, tmp_path / "run.jsonl", runs_ahead=runs_ahead)
+    times = serve_priced(drawn, COST, tmp_path / "run.jsonl", runs_ahead=runs_ahead, helps=helps)
     recording = read_recording(tmp_path / "run.jsonl")
     served = VirtualReplica(recording.header, COST, 4).run(trace_of(recording).requests)
     for number, request in enumerate(served):

@@ -68,14 +68,14 @@ def engine_of(folder: Path, **settings: object) -> Engine:
     return Engine(config, load_model_runner(config), clock=lambda: float(next(ticks)))
 
 
-def requests() -> Iterator[Request]:
+def requests(*, more_tokens: int = 0) -> Iterator[Request]:
     """Greedy, sampled and penalized in turn, of different lengths; the last is another choice of
     one prompt."""
     for number, prompt in enumerate([*PROMPTS, PROMPTS[4]]):
         request = make_request(
             str(number),
             prompt,
-            max_tokens=7 + 3 * (number % 3),
+            max_tokens=7 + 3 * (number % 3) + more_tokens,
             fork_of="4" if number == len(PROMPTS) else None,
         )
         request.params = (GREEDY, SAMPLED, PENALIZED)[number % 3]
@@ -83,10 +83,16 @@ def requests() -> Iterator[Request]:
         yield request
 
 
-def run(engine: Engine, *, stops: Outputs | None = None, abort_at: int | None = None) -> Outputs:
+def run(
+    engine: Engine,
+    *,
+    stops: Outputs | None = None,
+    abort_at: int | None = None,
+    more_tokens: int = 0,
+) -> Outputs:
     """`stops` gives each request one of its own tokens to stop at."""
     outputs: Outputs = {}
-    for request in requests():
+    for request in requests(more_tokens=more_tokens):
         if stops is not None:
             request.stop_token_ids = frozenset([stops[request.request_id][4]])
         outputs[request.request_id] = []
@@ -94,6 +100,7 @@ def run(engine: Engine, *, stops: Outputs | None = None, abort_at: int | None = 
     for step in itertools.count():
         if not engine.has_work:
             break
+        engine.help()
         if step == abort_at:
             engine.abort("3")
         for event in engine.step():

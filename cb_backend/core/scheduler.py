@@ -80,7 +80,7 @@ class Scheduler:
         """The next step. Its rows are empty only if there is no work, or none before the step in
         flight is done."""
         self._step += 1
-        draft = self.planner.draft(self.token_budget)
+        draft = self.planner.draft(self.token_budget, self._last_draft)
         plan = draft.plan(self._step, self.roster.take_retired(), self.blocks, self._last_draft)
         self._last_draft = draft
         self._in_flight.append((plan, draft))
@@ -101,9 +101,14 @@ class Scheduler:
             if request.status is running and request.request_id not in result.failed:
                 # Without what a step behind this one computes.
                 self.blocks.index_full(request, num_computed + num_new)
-        is_plain = not (result.failed or self.roster.forks)
         has_window = self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
+        is_undisturbed = draft.num_changes == self.roster.num_changes
+        if draft.cohort and is_undisturbed and not (self.roster.forks or has_window):
+            went_on = draft.cohort.take_in(draft.num_on, step, result, now, per_token)
+            if went_on is not None:
+                return went_on
+        is_plain = not (result.failed or self.roster.forks)
         for request, request_id, num_computed, num_new, samples in zip(
             draft.requests,
             rows.request_ids,
@@ -177,6 +182,8 @@ class Scheduler:
         if not samples:
             return []
         token_ids, reason = request.append_output(result.token_ids[request.request_id])
+        if len(token_ids) > 1:  # a step that goes on counts on one
+            self.roster.num_changes += 1
         if request.status is RequestStatus.PREEMPTED:
             # While the step was in flight. What was sampled is a token like any other.
             self.waiting.num_tokens += len(token_ids)

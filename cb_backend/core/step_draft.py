@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from cb_backend.core.cohort import Cohort
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.request import Request
 from cb_backend.core.step_io import Admission, StepPlan, StepRows
@@ -33,9 +34,43 @@ class StepDraft:
     samples: dict[int, bool] = field(default_factory=dict)
     may_fill: list[int] = field(default_factory=list)  # places whose tokens may complete a block
     request_ids: tuple[str, ...] = ()  # once it is a plan
+    num_changes: int = -1  # of the roster, up to when all had their share
+    cohort: Cohort | None = None  # if a step has gone on from this one, or this one from another
+    num_on: int = 0  # steps from the cohort's first one
     _places: dict[str, int] = field(default_factory=dict)  # of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
+
+    def go_on(self, before: StepDraft, num_changes: int, blocks: KVBlocks) -> bool:
+        """Be the step that goes on from `before`, given that nobody joins; False, with nothing done,
+        if there is none."""
+        cohort = before.cohort_now(num_changes, blocks.block_size)
+        if cohort is None:
+            return False
+        num_on = before.num_on + 1
+        places = cohort.begin_block(num_on)
+        if num_on >= cohort.num_steps or len(places) > blocks.pool.num_available:
+            return False
+        self.cohort, self.num_on, self.requests = cohort, num_on, before.requests
+        for place in places:
+            request = self.requests[place]
+            blocks.grow(request, request.num_computed_tokens + 1)
+            self.new_block_ids[place] = (request.block_table[-1],)
+        self.may_fill = cohort.begin_block(num_on + 1)
+        add_computed = self.num_computed_tokens.append
+        for request in self.requests:
+            num_computed = request.num_computed_tokens
+            add_computed(num_computed)
+            request.num_computed_tokens = num_computed + 1
+        return True
+
+    def cohort_now(self, num_changes: int, block_size: int) -> Cohort | None:
+        """Those of a step that can be gone on from, if nothing has changed since."""
+        if num_changes != self.num_changes or self._places or not self.requests:
+            return None
+        if self.cohort is None:
+            self.cohort = Cohort.of(self.requests, self.num_computed_tokens, block_size)
+        return self.cohort
 
     def admit(self, request: Request) -> None:
         """It joins in this step: its whole table is new to the executor."""

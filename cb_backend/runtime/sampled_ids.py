@@ -14,6 +14,10 @@ from cb_backend.runtime.staging import StagedStep
 from cb_backend.runtime.streams import Reading
 
 UNSOUND = -1  # in place of a token id: nothing could be drawn from the row
+_NOT_FINITE = RequestFailedError(
+    "the model's logits for this request are not finite numbers; the request was stopped, others are"
+    " not affected"
+)
 
 
 class SampledIds:
@@ -59,17 +63,12 @@ class SampledStep:
     reading: Reading  # of their token ids, or `UNSOUND`
 
     def result(self) -> StepResult:
-        token_ids: dict[str, tuple[int, ...]] = {}
-        failed: dict[str, ErrorInfo] = {}
         # Also for a step that samples nothing: it is over then.
         tokens = self.reading.wait().tolist()
-        for request_id, token in zip(self.request_ids, tokens, strict=True):
-            if token != UNSOUND:
-                token_ids[request_id] = (token,)
-            else:
-                error = RequestFailedError(
-                    "the model's logits for this request are not finite numbers; the request was"
-                    " stopped, others are not affected"
-                )
-                failed[request_id] = error.info()
+        token_ids = dict(zip(self.request_ids, zip(tokens, strict=False), strict=True))
+        failed: dict[str, ErrorInfo] = {}
+        if UNSOUND in tokens:
+            for request_id in [name for name, (token,) in token_ids.items() if token == UNSOUND]:
+                del token_ids[request_id]
+                failed[request_id] = _NOT_FINITE.info()
         return StepResult(token_ids, failed)

@@ -9,7 +9,8 @@ a step's inputs to the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,10 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """A step whose S rows each computed one token and sampled the next: as a rule the next step is
-    of the same rows, and finds most of its arrays here."""
+    """A step whose S rows each computed one token and sampled the next: as a rule the next step
+    goes on from it (see `core.cohort`), and finds most of its arrays here."""
 
     scheduled: StepRows
-    rows: Ints  # of the batch, in the order of `scheduled`
     order: Ints  # of the rows in the step
     inputs: StepInputs
 
@@ -90,7 +90,7 @@ class TokenBatch:
         """Swap rows as the plan says and gather the step's inputs."""
         before, self._decoding = self._decoding, None
         if before is not None and before.goes_on_in(plan):
-            inputs = self._decode_on(before, plan.rows)
+            inputs = self._go_on(before, plan.rows)
             if inputs is not None:
                 return inputs
         for request_id in plan.retired:
@@ -195,27 +195,35 @@ class TokenBatch:
             fresh += block_ids[max(0, num_filled - start) :]
         return fresh
 
-    def _decode_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
+    def _go_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
         """What the way through `_check` and `_gather` would give. None, with nothing done, where it
-        would raise: a row that has sampled can only go on with that token, its last."""
+        would raise, or a row gets a block other than the one that its token begins: a row that has
+        sampled can only go on with that token, its last."""
         last = before.inputs
-        rows, table = last.batch_rows, last.block_table
-        computed = np.array(scheduled.num_computed_tokens, np.int64)
-        positions = computed[before.order]
-        blocks, offsets = np.divmod(positions, self._block_size)
-        num_blocks = self._num_blocks[rows]
-        grows = any(scheduled.new_block_ids)
-        if grows:
-            num_new = np.array(list(map(len, scheduled.new_block_ids)), np.int64)
-            num_blocks += num_new[before.order]
-            if num_blocks.max() > self._block_table.shape[1]:
-                return None
-        if ((positions != last.seq_lens) | (blocks >= num_blocks)).any():
+        rows, table, slots = last.batch_rows, last.block_table, last.slot_mapping + 1
+        positions = np.array(scheduled.num_computed_tokens, np.int64)[before.order]
+        begins = (positions % self._block_size == 0).nonzero()[0]  # the first tokens of a block
+        num_new = len(scheduled.new_block_ids) - scheduled.new_block_ids.count(())
+        if len(begins) != num_new or (positions != last.seq_lens).any():
             return None
-        fresh: list[int] = []
-        if grows:
-            fresh = self._extend(before.rows, computed, scheduled.new_block_ids)
-            table = self._block_table[rows, : int(num_blocks.max())]
+        if num_new:
+            new = [scheduled.new_block_ids[i] for i in before.order[begins].tolist()]
+            if any(len(block_ids) != 1 for block_ids in new):
+                return None
+            growing, block_ids = rows[begins], np.array(new)[:, 0]
+            index = self._num_blocks[growing]
+            if (index * self._block_size != positions[begins]).any() or (
+                most := int(index.max())
+            ) >= self._block_table.shape[1]:
+                return None
+            self._block_table[growing, index] = block_ids
+            self._num_blocks[growing] += 1
+            slots[begins] = block_ids * self._block_size
+            if most < table.shape[1]:
+                table = table.copy()
+                table[begins, index] = block_ids
+            else:
+                table = self._block_table[rows, : most + 1]
         seq_lens = positions + 1
         self._num_tokens[rows] += 1
         inputs = StepInputs(
@@ -223,18 +231,18 @@ class TokenBatch:
             sampled_tokens=last.logit_tokens,
             sampled_rows=rows,
             positions=positions,
-            slot_mapping=self._slots(rows, blocks, offsets),
+            slot_mapping=slots,
             query_start_loc=last.query_start_loc,
             seq_lens=seq_lens,
             block_table=table,
-            fresh_block_ids=fresh,
+            fresh_block_ids=list(chain.from_iterable(scheduled.new_block_ids)) if num_new else [],
             batch_rows=rows,
             logit_tokens=last.logit_tokens,
             request_ids=last.request_ids,
-            sampling=replace(last.sampling, positions=seq_lens),
+            sampling=last.sampling.at(seq_lens),
             edits=self._edits.gather(rows, seq_lens),
         )
-        self._decoding = _Decoding(scheduled, before.rows, before.order, inputs)
+        self._decoding = _Decoding(scheduled, before.order, inputs)
         return inputs
 
     def _slots(self, rows: Ints, blocks: Ints, offsets: Ints) -> Ints:
@@ -273,7 +281,7 @@ class TokenBatch:
             edits=self._edits.gather(sampling_rows, sampled_positions),
         )
         if len(sampling_rows) == len(positions) > 0:
-            self._decoding = _Decoding(scheduled, columns.rows, order, inputs)
+            self._decoding = _Decoding(scheduled, order, inputs)
         return inputs
 
     def _sampling(self, rows: Ints, positions: Ints) -> SamplingRows:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from cb_backend.core.cohort import Cohort
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.request import Request
-from cb_backend.core.step_io import Admission, StepPlan, StepRows
+from cb_backend.core.step_io import Admission, StepPlan, StepResult, StepRows, TokenEvent
 
 T = TypeVar("T")
 
@@ -52,10 +52,8 @@ class StepDraft:
         if num_on >= cohort.num_steps or len(places) > blocks.pool.num_available:
             return False
         self.cohort, self.num_on, self.requests = cohort, num_on, before.requests
-        for place in places:
-            request = self.requests[place]
-            blocks.grow(request, request.num_computed_tokens + 1)
-            self.new_block_ids[place] = (request.block_table[-1],)
+        block_ids = blocks.grow_each([self.requests[place] for place in places])
+        self.new_block_ids = dict(zip(places, zip(block_ids, strict=False), strict=True))
         self.may_fill = cohort.begin_block(num_on + 1)
         add_computed = self.num_computed_tokens.append
         for request in self.requests:
@@ -71,6 +69,15 @@ class StepDraft:
         if self.cohort is None:
             self.cohort = Cohort.of(self.requests, self.num_computed_tokens, block_size)
         return self.cohort
+
+    def take_in(
+        self, num_changes: int, step: int, result: StepResult, now: float, seconds: float
+    ) -> list[TokenEvent] | None:
+        """What came of a step that the next one goes on from; None, with nothing done, if none can.
+        See `Cohort.take_in`."""
+        if self.cohort is None or num_changes != self.num_changes:
+            return None
+        return self.cohort.take_in(self.num_on, step, result, now, seconds)
 
     def admit(self, request: Request) -> None:
         """It joins in this step: its whole table is new to the executor."""

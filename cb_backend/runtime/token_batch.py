@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -204,20 +203,24 @@ class TokenBatch:
         positions = np.array(scheduled.num_computed_tokens, np.int64)[before.order]
         begins = (positions % self._block_size == 0).nonzero()[0]  # the first tokens of a block
         num_new = len(scheduled.new_block_ids) - scheduled.new_block_ids.count(())
-        if len(begins) != num_new or (positions != last.seq_lens).any():
+        if len(begins) != num_new or np.count_nonzero(positions != last.seq_lens):
             return None
+        fresh: list[int] = []
         if num_new:
-            new = [scheduled.new_block_ids[i] for i in before.order[begins].tolist()]
-            if any(len(block_ids) != 1 for block_ids in new):
+            places = before.order[begins].tolist()
+            new = [scheduled.new_block_ids[place] for place in places]
+            growing, index = rows[begins], positions[begins] // self._block_size
+            most = int(index[index.argmax()])
+            if (
+                list(map(len, new)) != [1] * num_new
+                or np.count_nonzero(self._num_blocks[growing] != index)
+                or most >= self._block_table.shape[1]
+            ):
                 return None
-            growing, block_ids = rows[begins], np.array(new)[:, 0]
-            index = self._num_blocks[growing]
-            if (index * self._block_size != positions[begins]).any() or (
-                most := int(index.max())
-            ) >= self._block_table.shape[1]:
-                return None
+            fresh = [scheduled.new_block_ids[place][0] for place in sorted(places)]
+            block_ids = np.array([block_id for (block_id,) in new])
             self._block_table[growing, index] = block_ids
-            self._num_blocks[growing] += 1
+            self._num_blocks[growing] = index + 1
             slots[begins] = block_ids * self._block_size
             if most < table.shape[1]:
                 table = table.copy()
@@ -235,7 +238,7 @@ class TokenBatch:
             query_start_loc=last.query_start_loc,
             seq_lens=seq_lens,
             block_table=table,
-            fresh_block_ids=list(chain.from_iterable(scheduled.new_block_ids)) if num_new else [],
+            fresh_block_ids=fresh,
             batch_rows=rows,
             logit_tokens=last.logit_tokens,
             request_ids=last.request_ids,

@@ -130,9 +130,10 @@ class KVBlocks:
             return
         num_full = num_computed // self.block_size
         if num_full > request.num_indexed_blocks:
+            hashes, table = request.block_hashes, request.block_table
             self._extend_hashes(request)
             for index in range(request.num_indexed_blocks, num_full):
-                self.prefix_cache.insert(request.block_hashes[index], request.block_table[index])
+                self.prefix_cache.insert(hashes[index], table[index])
             request.num_indexed_blocks = num_full
 
     def release_outside_window(self, request: Request, num_computed: int) -> None:

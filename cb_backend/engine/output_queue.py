@@ -62,16 +62,13 @@ class OutputQueue:
         Returns the ids of live requests whose receiver turned out to be gone.
         """
         batches: defaultdict[Receiver | None, list[TokenEvent]] = defaultdict(list)
-        current, append = None, batches[None].append
         with self._lock:
             for event in events:
                 if event.finish_reason is None:
                     receiver = self._receivers.get(event.request_id)
                 else:
                     receiver = self._receivers.pop(event.request_id, None)
-                if receiver is not current:  # as a rule only once: most engines have one
-                    current, append = receiver, batches[receiver].append
-                append(event)
+                batches[receiver].append(event)
             batches.pop(None, None)  # of requests that had ended already
             gone = [r for r, batch in batches.items() if r is not None and not r.deliver(batch)]
         return [request_id for receiver in gone for request_id in self.request_ids_of(receiver)]

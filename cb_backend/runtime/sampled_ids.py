@@ -28,7 +28,9 @@ class SampledIds:
 
     def fill(self, step: StagedStep) -> None:
         """Put what was sampled where a step's token ids were left open."""
-        if len(step.sampled_tokens):
+        if len(step.sampled_tokens) == len(step.token_ids):
+            torch.index_select(self._ids, 0, step.sampled_rows, out=step.token_ids)
+        elif len(step.sampled_tokens):
             ids = self._ids.index_select(0, step.sampled_rows)
             step.token_ids.index_copy_(0, step.sampled_tokens, ids)
 

@@ -31,7 +31,8 @@ class Roster:
         self._active: Counter[str] = Counter()  # requests of each group that run or wait
         self._retired: list[str] = []  # stopped running; the executor still has their rows
         self._num_added = 0
-        # Of who runs and in which order, and of what else the steps of a `Cohort` rely on.
+        # How often one left the running, their order changed, or one got more than one token from a
+        # step: nothing of which a `Cohort` outlives. Who joins has no place in one.
         self.num_changes = 0
 
     def use(self, policy: Policy) -> None:
@@ -82,7 +83,6 @@ class Roster:
 
     def run(self, request: Request) -> None:
         """From the queue to the running."""
-        self.num_changes += 1
         request.status = RequestStatus.RUNNING
         self.waiting.remove(request)
         self.running[request.request_id] = request

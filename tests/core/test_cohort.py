@@ -17,8 +17,9 @@ from cb_backend.core.request import Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.step_io import StepPlan, StepResult, TokenEvent
 from cb_backend.errors import ErrorInfo
-from tests.core.driver import make_limits
-from tests.fakes import make_request
+from tests.core.driver import make_limits, shares
+from tests.core.test_scheduling_ahead import AheadDriver
+from tests.fakes import make_request, next_by_hashing, solo_output
 
 CONFIG = EngineConfig(model="none", priority_ageing_s=3.0, tenant_weights={"a": 1.0, "b": 2.0})
 STOP = 1  # the token that ends those who have one
@@ -174,6 +175,19 @@ def test_a_step_that_goes_on_is_as_if_every_request_was_asked(
     assert (taken_in.total() > 100) is (window is None)
     wanted = {"preemptions", "forks", "ABORT", "ERROR", "LENGTH", "STOP"}
     assert wanted | ({"several"} if depth == 0 else set()) <= seen.keys()
+
+
+def test_forks_of_a_prompt_whose_last_token_came_alone_are_queued() -> None:
+    driver = AheadDriver(make_limits(max_prefill_chunk=4))
+    driver.add(make_request("parent", range(5)), make_request("fork", range(5), fork_of="parent"))
+    assert [shares(driver.launch()) for _ in range(2)] == [{"parent": 4}, {"parent": 1}]
+    driver.land()
+    assert shares(driver.launch()) == {"parent": 1}
+    driver.land()  # of its first cohort
+    assert shares(driver.launch()) == {"parent": 1, "fork": 1}
+    driver.land()
+    driver.run()
+    assert driver.output["fork"] == solo_output(range(5), 8, next_by_hashing)
 
 
 def count_taken_in(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:

@@ -178,7 +178,7 @@ def test_a_step_that_goes_on_is_as_if_every_request_was_asked(
 
 
 def test_forks_of_a_prompt_whose_last_token_came_alone_are_queued() -> None:
-    driver = AheadDriver(make_limits(max_prefill_chunk=4))
+    driver = AheadDriver(make_limits(max_num_batched_tokens=4))
     driver.add(make_request("parent", range(5)), make_request("fork", range(5), fork_of="parent"))
     assert [shares(driver.launch()) for _ in range(2)] == [{"parent": 4}, {"parent": 1}]
     driver.land()

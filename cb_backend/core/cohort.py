@@ -28,11 +28,10 @@ class Cohort:
     requests: Sequence[Request]
     request_ids: tuple[str, ...]
     num_cached_tokens: tuple[int, ...]  # of each
-    num_steps: int  # in which nobody computes the last token that is ever computed of it
+    num_steps: int  # after so many somebody has only its last token to come
     stop_token_ids: frozenset[int]  # of all together
-    is_pinning: bool  # whether the next token of any makes its prompt's blocks stay
-    # By the number of tokens in the last block when the first step began: who has so many, by place
-    _places: Sequence[list[int]]
+    is_pinning: bool  # whether somebody's next token is to pin its prompt
+    _places: Sequence[list[int]]  # by the tokens in the last block when the first step began
 
     @classmethod
     def of(
@@ -42,18 +41,17 @@ class Cohort:
         places: list[list[int]] = [[] for _ in range(block_size)]
         for place, num_computed in enumerate(num_computed_tokens):
             places[num_computed % block_size].append(place)
+        num_left = [
+            request.most_tokens - num_computed - 1
+            for request, num_computed in zip(requests, num_computed_tokens, strict=True)
+        ]
         return cls(
             requests=requests,
             request_ids=tuple([request.request_id for request in requests]),
             num_cached_tokens=tuple([request.num_cached_tokens for request in requests]),
-            num_steps=min(
-                [
-                    request.most_tokens - num_computed - 1
-                    for request, num_computed in zip(requests, num_computed_tokens, strict=True)
-                ]
-            ),
+            num_steps=min(num_left),
             stop_token_ids=frozenset().union(*[request.stop_token_ids for request in requests]),
-            is_pinning=any([request.pin_s for request in requests]),
+            is_pinning=any(request.pin_s for request in requests),
             _places=places,
         )
 
@@ -65,9 +63,9 @@ class Cohort:
     def take_in(
         self, num_on: int, step: int, result: StepResult, now: float, seconds: float
     ) -> list[TokenEvent] | None:
-        """Give each what a step sampled for it, and charge it with so many seconds, its share. None,
-        with nothing done, if the result is none to go on with: somebody fails, ends or gets more
-        than one token, or a prompt is to be pinned."""
+        """Give each what a step sampled for it, and charge it with so many seconds, its share; an
+        event for each. None, with nothing done, if the result is none to go on with: somebody
+        fails, ends, gets more than one token, or is to have its prompt pinned."""
         if result.failed or self.is_pinning or num_on + 1 >= self.num_steps:
             return None
         sampled = list(map(result.token_ids.__getitem__, self.request_ids))
@@ -80,11 +78,5 @@ class Cohort:
         for request, token_id in zip(self.requests, token_ids, strict=True):
             request.device_seconds += seconds
             request.token_ids.append(token_id)
-        none = repeat(None)
-        return events_of(
-            zip(
-                *(self.request_ids, sampled, repeat(step), repeat(now), self.num_cached_tokens),
-                *(none, none, none),
-                strict=False,
-            )
-        )
+        columns = (self.request_ids, sampled, repeat(step), repeat(now), self.num_cached_tokens)
+        return events_of(zip(*columns, *repeat(repeat(None), 3), strict=False))

@@ -101,7 +101,7 @@ class Scheduler:
                 # Without what a step behind this one computes.
                 self.blocks.index_full(request, num_computed + num_new)
         per_token = seconds / max(plan.num_tokens, 1)
-        if not (self.roster.forks or self.limits.window):
+        if not self.roster.forks and self.limits.window is None:
             num_changes = self.roster.num_changes
             events = draft.take_in(num_changes, plan.step, result, now, per_token)
             if events is not None:

@@ -42,8 +42,8 @@ class StepDraft:
     _table_start: dict[str, int] = field(default_factory=dict)
 
     def go_on(self, before: StepDraft, num_changes: int, blocks: KVBlocks) -> bool:
-        """Be the step that goes on from `before`, given that nobody joins; False, with nothing done,
-        if there is none."""
+        """Be the step that goes on from `before`, given that nobody joins; False, with nothing
+        done, if it cannot: see `Cohort`."""
         cohort = before.cohort_now(num_changes, blocks.block_size)
         if cohort is None:
             return False
@@ -63,7 +63,7 @@ class StepDraft:
         return True
 
     def cohort_now(self, num_changes: int, block_size: int) -> Cohort | None:
-        """Those of a step that can be gone on from, if nothing has changed since."""
+        """Of this step, if each had one token that samples, and nothing has changed since."""
         if num_changes != self.num_changes or self._places or not self.requests:
             return None
         if self.cohort is None:
@@ -73,8 +73,7 @@ class StepDraft:
     def take_in(
         self, num_changes: int, step: int, result: StepResult, now: float, seconds: float
     ) -> list[TokenEvent] | None:
-        """What came of a step that the next one goes on from; None, with nothing done, if none can.
-        See `Cohort.take_in`."""
+        """See `Cohort.take_in`. None also if something has changed since."""
         if self.cohort is None or num_changes != self.num_changes:
             return None
         return self.cohort.take_in(self.num_on, step, result, now, seconds)

@@ -25,7 +25,7 @@ class StepPlanner:
         self.num_cached_tokens = 0  # prompt tokens that need not be computed, since the start
 
     def draft(self, token_budget: int, before: StepDraft) -> StepDraft:
-        """The step after `before`; empty only if nothing can be done before the step in flight is."""
+        """The step after `before`; empty only if nothing can be done before one in flight is."""
         draft = StepDraft(left=token_budget)
         self._displace(draft)
         may_join = self._roster.waiting and self._has_seat()

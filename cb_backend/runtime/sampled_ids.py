@@ -15,8 +15,8 @@ from cb_backend.runtime.streams import Reading
 
 UNSOUND = -1  # in place of a token id: nothing could be drawn from the row
 _NOT_FINITE = RequestFailedError(
-    "the model's logits for this request are not finite numbers; the request was stopped, others are"
-    " not affected"
+    "the model's logits for this request are not finite numbers; the request was stopped, others"
+    " are not affected"
 )
 
 
@@ -28,7 +28,7 @@ class SampledIds:
 
     def fill(self, step: StagedStep) -> None:
         """Put what was sampled where a step's token ids were left open."""
-        if len(step.sampled_tokens) == len(step.token_ids):
+        if len(step.sampled_tokens) == len(step.token_ids):  # all, in their order
             torch.index_select(self._ids, 0, step.sampled_rows, out=step.token_ids)
         elif len(step.sampled_tokens):
             ids = self._ids.index_select(0, step.sampled_rows)
@@ -67,7 +67,9 @@ class SampledStep:
     def result(self) -> StepResult:
         # Also for a step that samples nothing: it is over then.
         tokens = self.reading.wait().tolist()
-        token_ids = dict(zip(self.request_ids, zip(tokens, strict=False), strict=True))
+        token_ids: dict[str, tuple[int, ...]] = dict(
+            zip(self.request_ids, zip(tokens, strict=False), strict=True)
+        )
         failed: dict[str, ErrorInfo] = {}
         if UNSOUND in tokens:
             for request_id in [name for name, (token,) in token_ids.items() if token == UNSOUND]:

@@ -210,23 +210,17 @@ class TokenBatch:
             places = before.order[begins].tolist()
             new = [scheduled.new_block_ids[place] for place in places]
             growing, index = rows[begins], positions[begins] // self._block_size
-            most = int(index[index.argmax()])
-            if (
-                list(map(len, new)) != [1] * num_new
-                or np.count_nonzero(self._num_blocks[growing] != index)
-                or most >= self._block_table.shape[1]
-            ):
+            if not self._begin_blocks(growing, index, new):
                 return None
             fresh = [scheduled.new_block_ids[place][0] for place in sorted(places)]
-            block_ids = np.array([block_id for (block_id,) in new])
-            self._block_table[growing, index] = block_ids
-            self._num_blocks[growing] = index + 1
-            slots[begins] = block_ids * self._block_size
-            if most < table.shape[1]:
+            block_ids = self._block_table[growing, index]
+            slots[begins] = block_ids * np.int64(self._block_size)
+            num_blocks = int(index[index.argmax()]) + 1
+            if num_blocks <= table.shape[1]:
                 table = table.copy()
                 table[begins, index] = block_ids
             else:
-                table = self._block_table[rows, : most + 1]
+                table = self._block_table[rows, :num_blocks]
         seq_lens = positions + 1
         self._num_tokens[rows] += 1
         inputs = StepInputs(
@@ -247,6 +241,21 @@ class TokenBatch:
         )
         self._decoding = _Decoding(scheduled, before.order, inputs)
         return inputs
+
+    def _begin_blocks(
+        self, rows: Ints, index: Ints, new_block_ids: Sequence[tuple[int, ...]]
+    ) -> bool:
+        """Append to each of these rows the block at its index; False, with nothing done, if that is
+        not the next one, or not all that it gets, or more than it holds."""
+        if (
+            list(map(len, new_block_ids)) != [1] * len(rows)
+            or np.count_nonzero(self._num_blocks[rows] != index)
+            or index[index.argmax()] >= self._block_table.shape[1]
+        ):
+            return False
+        self._block_table[rows, index] = [block_id for (block_id,) in new_block_ids]
+        self._num_blocks[rows] = index + 1
+        return True
 
     def _slots(self, rows: Ints, blocks: Ints, offsets: Ints) -> Ints:
         first_slots = self._block_table[rows, blocks] * np.int64(self._block_size)

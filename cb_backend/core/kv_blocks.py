@@ -63,7 +63,7 @@ class KVBlocks:
     def find(self, request: Request, parent: Request | None) -> Found:
         """The longest computed beginning: the running parent's of a fork, or the cache's."""
         if self._enable_prefix_caching:
-            self._extend_hashes(request)
+            _extend_hashes(request, self.block_size)
         if parent is not None and (fork := self._find_fork(request, parent)) is not None:
             return fork
         # The last token must be computed even if its block is known: its logits are wanted.
@@ -131,7 +131,7 @@ class KVBlocks:
         num_full = num_computed // self.block_size
         if num_full > request.num_indexed_blocks:
             hashes, table = request.block_hashes, request.block_table
-            self._extend_hashes(request)
+            _extend_hashes(request, self.block_size)
             for index in range(request.num_indexed_blocks, num_full):
                 self.prefix_cache.insert(hashes[index], table[index])
             request.num_indexed_blocks = num_full
@@ -169,10 +169,8 @@ class KVBlocks:
             return 0
         return max(num_computed - self._window + 1, 0) // self.block_size
 
-    def _extend_hashes(self, request: Request) -> None:
-        extend_block_hashes(
-            request.block_hashes,
-            request.token_ids,
-            block_size=self.block_size,
-            salt=request.cache_salt,
-        )
+
+def _extend_hashes(request: Request, block_size: int) -> None:
+    extend_block_hashes(
+        request.block_hashes, request.token_ids, block_size=block_size, salt=request.cache_salt
+    )

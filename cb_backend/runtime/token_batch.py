@@ -88,10 +88,8 @@ class TokenBatch:
     def apply(self, plan: StepPlan) -> StepInputs:
         """Swap rows as the plan says and gather the step's inputs."""
         before, self._decoding = self._decoding, None
-        if before is not None and before.goes_on_in(plan):
-            inputs = self._go_on(before, plan.rows)
-            if inputs is not None:
-                return inputs
+        if before and before.goes_on_in(plan) and (inputs := self._go_on(before, plan.rows)):
+            return inputs
         for request_id in plan.retired:
             self._retire(request_id)
         for admission in plan.admitted:
@@ -195,9 +193,8 @@ class TokenBatch:
         return fresh
 
     def _go_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
-        """What the way through `_check` and `_gather` would give. None, with nothing done, where it
-        would raise, or a row gets a block other than the one that its token begins: a row that has
-        sampled can only go on with that token, its last."""
+        """What the way through `_check` and `_gather` gives: a row that has sampled goes on with that
+        token, its last. None, with nothing done, where it raises or blocks come as they seldom do."""
         last = before.inputs
         rows, table, slots = last.batch_rows, last.block_table, last.slot_mapping + 1
         positions = np.array(scheduled.num_computed_tokens, np.int64)[before.order]
@@ -210,7 +207,7 @@ class TokenBatch:
             places = before.order[begins].tolist()
             new = [scheduled.new_block_ids[place] for place in places]
             growing, index = rows[begins], positions[begins] // self._block_size
-            if not self._begin_blocks(growing, index, new):
+            if not self._begin(growing, index, new):
                 return None
             fresh = [scheduled.new_block_ids[place][0] for place in sorted(places)]
             block_ids = self._block_table[growing, index]
@@ -242,24 +239,17 @@ class TokenBatch:
         self._decoding = _Decoding(scheduled, before.order, inputs)
         return inputs
 
-    def _begin_blocks(
-        self, rows: Ints, index: Ints, new_block_ids: Sequence[tuple[int, ...]]
-    ) -> bool:
-        """Append to each of these rows the block at its index; False, with nothing done, if that is
-        not the next one, or not all that it gets, or more than it holds."""
+    def _begin(self, rows: Ints, index: Ints, new: Sequence[tuple[int, ...]]) -> bool:
+        """Give each row its block at `index`, the next; False, with nothing done, if it is not."""
         if (
-            list(map(len, new_block_ids)) != [1] * len(rows)
+            list(map(len, new)) != [1] * len(rows)
             or np.count_nonzero(self._num_blocks[rows] != index)
             or index[index.argmax()] >= self._block_table.shape[1]
         ):
             return False
-        self._block_table[rows, index] = [block_id for (block_id,) in new_block_ids]
+        self._block_table[rows, index] = [block_id for (block_id,) in new]
         self._num_blocks[rows] = index + 1
         return True
-
-    def _slots(self, rows: Ints, blocks: Ints, offsets: Ints) -> Ints:
-        first_slots = self._block_table[rows, blocks] * np.int64(self._block_size)
-        return first_slots + offsets
 
     def _gather(self, scheduled: StepRows, columns: _Columns, fresh: list[int]) -> StepInputs:
         # Rows of one token first, longest first: attention gathers rows of like length together,
@@ -272,6 +262,7 @@ class TokenBatch:
             computed - query_start_loc[:-1], counts
         )
         blocks, offsets = np.divmod(positions, self._block_size)
+        first_slots = self._block_table[token_rows, blocks] * np.int64(self._block_size)
         samples, seq_lens = columns.samples[order], computed + counts
         sampling_rows, sampled_positions = rows[samples], seq_lens[samples]
         self._num_tokens[sampling_rows] += 1
@@ -281,7 +272,7 @@ class TokenBatch:
             sampled_tokens=sampled,
             sampled_rows=token_rows[sampled],
             positions=positions,
-            slot_mapping=self._slots(token_rows, blocks, offsets),
+            slot_mapping=first_slots + offsets,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self._block_table[rows, : int(self._num_blocks[rows].max(initial=1))],

@@ -193,8 +193,8 @@ class TokenBatch:
         return fresh
 
     def _go_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
-        """What the way through `_check` and `_gather` gives: a row that has sampled goes on with that
-        token, its last. None, with nothing done, where it raises or blocks come as they seldom do."""
+        """What the way through `_check` and `_gather` gives: a row that has sampled goes on with
+        that token, its last. None, with nothing done, where that raises or blocks come otherwise."""
         last = before.inputs
         rows, table, slots = last.batch_rows, last.block_table, last.slot_mapping + 1
         positions = np.array(scheduled.num_computed_tokens, np.int64)[before.order]

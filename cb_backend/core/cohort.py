@@ -36,20 +36,23 @@ class Cohort:
     @classmethod
     def of(
         cls, requests: Sequence[Request], num_computed_tokens: Sequence[int], block_size: int
-    ) -> Cohort:
-        """Of a step in which each computes the one token after so many."""
-        places: list[list[int]] = [[] for _ in range(block_size)]
-        for place, num_computed in enumerate(num_computed_tokens):
-            places[num_computed % block_size].append(place)
+    ) -> Cohort | None:
+        """Of a step in which each computes the one token after so many; None if the next step
+        cannot go on from it."""
         num_left = [
             request.most_tokens - num_computed - 1
             for request, num_computed in zip(requests, num_computed_tokens, strict=True)
         ]
+        if (num_steps := min(num_left)) < 2:
+            return None
+        places: list[list[int]] = [[] for _ in range(block_size)]
+        for place, num_computed in enumerate(num_computed_tokens):
+            places[num_computed % block_size].append(place)
         return cls(
             requests=requests,
             request_ids=tuple([request.request_id for request in requests]),
             num_cached_tokens=tuple([request.num_cached_tokens for request in requests]),
-            num_steps=min(num_left),
+            num_steps=num_steps,
             stop_token_ids=frozenset().union(*[request.stop_token_ids for request in requests]),
             is_pinning=any(request.pin_s for request in requests),
             _places=places,

@@ -194,7 +194,7 @@ class TokenBatch:
 
     def _go_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
         """What the way through `_check` and `_gather` gives: a row that has sampled goes on with
-        that token, its last. None, with nothing done, where that raises or blocks come otherwise."""
+        that token, its last. None, with nothing done, where that raises, or for unusual blocks."""
         last = before.inputs
         rows, table, slots = last.batch_rows, last.block_table, last.slot_mapping + 1
         positions = np.array(scheduled.num_computed_tokens, np.int64)[before.order]

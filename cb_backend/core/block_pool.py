@@ -57,7 +57,11 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"{count} KV blocks wanted, {self.num_available} of {self.num_blocks} available"
             )
-        return [self._take_one() for _ in range(count)]
+        free, ref_counts = self._free, self.ref_counts
+        block_ids = [free.popleft() if free else self._evict_oldest() for _ in range(count)]
+        for block_id in block_ids:
+            ref_counts[block_id] = 1
+        return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more owner for each of these cached blocks."""
@@ -107,11 +111,6 @@ class BlockPool:
         self._idle = OrderedDict((moved.get(block_id, block_id), None) for block_id in self._idle)
         self._cached = {moved.get(block_id, block_id) for block_id in self._cached}
         return moved
-
-    def _take_one(self) -> int:
-        block_id = self._free.popleft() if self._free else self._evict_oldest()
-        self.ref_counts[block_id] = 1
-        return block_id
 
     def _evict_oldest(self) -> int:
         block_id, _ = self._idle.popitem(last=False)

@@ -9,8 +9,9 @@ A cryptographic hash, because a collision would serve one user's context to anot
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Sequence
+from functools import cache
+from struct import Struct
 
 from cb_backend.core.block_pool import BlockPool
 
@@ -28,10 +29,16 @@ def extend_block_hashes(
 ) -> None:
     """Append the digests of the full blocks of `token_ids` that `block_hashes` lacks."""
     parent = block_hashes[-1] if block_hashes else root_digest(salt)
+    pack = _packing(block_size)
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        tokens = array("q", token_ids[start : start + block_size]).tobytes()
+        tokens = pack(*token_ids[start : start + block_size])
         parent = hashlib.sha256(parent + tokens).digest()
         block_hashes.append(parent)
+
+
+@cache
+def _packing(num_tokens: int) -> Callable[..., bytes]:
+    return Struct(f"{num_tokens}q").pack
 
 
 class PrefixCache:

@@ -31,10 +31,14 @@ class Roster:
         self._active: Counter[str] = Counter()  # requests of each group that run or wait
         self._retired: list[str] = []  # stopped running; the executor still has their rows
         self._num_added = 0
+        # How often one left the running, their order changed, or one got more than one token from a
+        # step: nothing of which a `Cohort` outlives. Who joins has no place in one.
+        self.num_changes = 0
 
     def use(self, policy: Policy) -> None:
         """Order everything anew."""
         before = self.policy, self.waiting, self._active
+        self.num_changes += 1
         order_before = self._order, self._places, self._place_of
         self.policy, self.waiting, self._active = policy, WaitingQueue(policy), Counter()
         try:
@@ -121,6 +125,7 @@ class Roster:
         self.waiting.push(request)
 
     def _stop(self, request: Request) -> None:
+        self.num_changes += 1
         del self.running[request.request_id]
         index = bisect_left(self._places, self._place_of.pop(request.request_id))
         del self._order[index], self._places[index]

@@ -36,6 +36,7 @@ class Scheduler:
         self.roster = Roster(policy)
         self.blocks = KVBlocks(limits)
         self.planner = StepPlanner(limits, self.roster, self.blocks)
+        self.num_output_tokens = 0  # since the start
         self._step = 0
         self._last_draft = StepDraft(left=0)
         self._in_flight: deque[tuple[StepPlan, StepDraft]] = deque()
@@ -80,7 +81,7 @@ class Scheduler:
         """The next step. Its rows are empty only if there is no work, or none before the step in
         flight is done."""
         self._step += 1
-        draft = self.planner.draft(self.token_budget)
+        draft = self.planner.draft(self.token_budget, self._last_draft)
         plan = draft.plan(self._step, self.roster.take_retired(), self.blocks, self._last_draft)
         self._last_draft = draft
         self._in_flight.append((plan, draft))
@@ -91,46 +92,22 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Take in what `plan` computed in so many seconds, which its requests are charged with;
         returns an event for each request that moved visibly."""
-        events: list[tuple[object, ...]] = []
         self.blocks.pins.expire(now)
-        draft, rows, step = self._land(plan, seconds), plan.rows, plan.step
-        running, sampled = RequestStatus.RUNNING, result.token_ids
+        draft, rows = self._land(plan, seconds), plan.rows
         for place in draft.may_fill:
             request, num_new = draft.requests[place], rows.num_scheduled_tokens[place]
             num_computed = rows.num_computed_tokens[place]
-            if request.status is running and request.request_id not in result.failed:
+            if request.status is RequestStatus.RUNNING and request.request_id not in result.failed:
                 # Without what a step behind this one computes.
                 self.blocks.index_full(request, num_computed + num_new)
-        is_plain = not (result.failed or self.roster.forks)
-        has_window = self.limits.window is not None
         per_token = seconds / max(plan.num_tokens, 1)
-        for request, request_id, num_computed, num_new, samples in zip(
-            draft.requests,
-            rows.request_ids,
-            rows.num_computed_tokens,
-            rows.num_scheduled_tokens,
-            rows.samples,
-            strict=True,
-        ):
-            request.device_seconds += num_new * per_token
-            # Hundreds pass here in every step, with one token that is not the last.
-            if (
-                is_plain
-                and samples
-                and request.status is running
-                and not request.pin_s
-                and len(token_ids := sampled[request_id]) == 1
-                and token_ids[0] not in request.stop_token_ids
-                and len(request.token_ids) + 1 < request.most_tokens
-            ):
-                request.token_ids.append(token_ids[0])
-                num_cached = request.num_cached_tokens
-                events.append((request_id, token_ids, step, now, num_cached, None, None, None))
-            else:
-                events += self._update_any(request, samples, plan, result, now)
-            if has_window:
-                self.blocks.release_outside_window(request, num_computed + num_new)
-        return events_of(events)
+        if not self.roster.forks and self.limits.window is None:
+            num_changes = self.roster.num_changes
+            events = draft.take_in(num_changes, plan.step, result, now, per_token)
+            if events is not None:
+                self.num_output_tokens += len(events)
+                return events
+        return self._update_each(draft, plan, result, now, per_token)
 
     def fail(
         self, plan: StepPlan, error: ErrorInfo, now: float, seconds: float = 0.0
@@ -166,6 +143,45 @@ class Scheduler:
         self.blocks.step_seconds += seconds
         return draft
 
+    def _update_each(
+        self, draft: StepDraft, plan: StepPlan, result: StepResult, now: float, per_token: float
+    ) -> list[TokenEvent]:
+        """Take in the rows of a step of any kind."""
+        fields: list[tuple[object, ...]] = []
+        rows, step = plan.rows, plan.step
+        running, sampled = RequestStatus.RUNNING, result.token_ids
+        is_plain = not (result.failed or self.roster.forks)
+        has_window = self.limits.window is not None
+        for request, request_id, num_computed, num_new, samples in zip(
+            draft.requests,
+            rows.request_ids,
+            rows.num_computed_tokens,
+            rows.num_scheduled_tokens,
+            rows.samples,
+            strict=True,
+        ):
+            request.device_seconds += num_new * per_token
+            # Hundreds pass here in a step, with one token that is not the last.
+            if (
+                is_plain
+                and samples
+                and request.status is running
+                and not request.pin_s
+                and len(token_ids := sampled[request_id]) == 1
+                and token_ids[0] not in request.stop_token_ids
+                and len(request.token_ids) + 1 < request.most_tokens
+            ):
+                request.token_ids.append(token_ids[0])
+                num_cached = request.num_cached_tokens
+                fields.append((request_id, token_ids, step, now, num_cached, None, None, None))
+            else:
+                fields += self._update_any(request, samples, plan, result, now)
+            if has_window:
+                self.blocks.release_outside_window(request, num_computed + num_new)
+        events = events_of(fields)
+        self.num_output_tokens += sum(len(event.token_ids) for event in events)
+        return events
+
     def _update_any(
         self, request: Request, samples: bool, plan: StepPlan, result: StepResult, now: float
     ) -> list[TokenEvent]:
@@ -177,6 +193,8 @@ class Scheduler:
         if not samples:
             return []
         token_ids, reason = request.append_output(result.token_ids[request.request_id])
+        if len(token_ids) > 1:  # a step that goes on counts on one
+            self.roster.num_changes += 1
         if request.status is RequestStatus.PREEMPTED:
             # While the step was in flight. What was sampled is a token like any other.
             self.waiting.num_tokens += len(token_ids)
@@ -186,8 +204,8 @@ class Scheduler:
             request.pin_s = 0.0
         self.roster.queue_forks_of(request)  # its prompt is computed now
         if reason is not None:
-            self._leave(request)
-        return [_event(request, plan.step, token_ids, now, reason, None)]
+            return [self._finish(request, plan.step, reason, now, None, token_ids)]
+        return [_event(request, plan.step, token_ids, now, None, None)]
 
     def _finish(
         self,
@@ -196,13 +214,11 @@ class Scheduler:
         reason: FinishReason,
         now: float,
         error: ErrorInfo | None,
+        token_ids: tuple[int, ...] = (),
     ) -> TokenEvent:
-        self._leave(request)
-        return _event(request, step, (), now, reason, error)
-
-    def _leave(self, request: Request) -> None:
         self.blocks.release(request)
         self.roster.end(request)
+        return _event(request, step, token_ids, now, reason, error)
 
 
 def _event(

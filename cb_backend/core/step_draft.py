@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from cb_backend.core.cohort import Cohort
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.request import Request
-from cb_backend.core.step_io import Admission, StepPlan, StepRows
+from cb_backend.core.step_io import Admission, StepPlan, StepResult, StepRows, TokenEvent
 
 T = TypeVar("T")
 
@@ -33,9 +34,49 @@ class StepDraft:
     samples: dict[int, bool] = field(default_factory=dict)
     may_fill: list[int] = field(default_factory=list)  # places whose tokens may complete a block
     request_ids: tuple[str, ...] = ()  # once it is a plan
+    num_changes: int = -1  # of the roster, up to when all had their share
+    cohort: Cohort | None = None  # if a step has gone on from this one, or this one from another
+    num_on: int = 0  # steps from the cohort's first one
     _places: dict[str, int] = field(default_factory=dict)  # of those that may get more
     # The table's length before the step, of those whose table has grown.
     _table_start: dict[str, int] = field(default_factory=dict)
+
+    def go_on(self, before: StepDraft, num_changes: int, blocks: KVBlocks) -> bool:
+        """Be the step that goes on from `before`, given that nobody joins; False, with nothing
+        done, if it cannot: see `Cohort`."""
+        cohort = before.cohort_now(num_changes, blocks.block_size)
+        if cohort is None:
+            return False
+        num_on = before.num_on + 1
+        places = cohort.begin_block(num_on)
+        if num_on >= cohort.num_steps or len(places) > blocks.pool.num_available:
+            return False
+        self.cohort, self.num_on, self.requests = cohort, num_on, before.requests
+        block_ids = blocks.grow_each([self.requests[place] for place in places])
+        self.new_block_ids = dict(zip(places, zip(block_ids, strict=False), strict=True))
+        self.may_fill = cohort.begin_block(num_on + 1)
+        add_computed = self.num_computed_tokens.append
+        for request in self.requests:
+            num_computed = request.num_computed_tokens
+            add_computed(num_computed)
+            request.num_computed_tokens = num_computed + 1
+        return True
+
+    def cohort_now(self, num_changes: int, block_size: int) -> Cohort | None:
+        """Of this step, if each had one token that samples, and nothing has changed since."""
+        if num_changes != self.num_changes or self._places or not self.requests:
+            return None
+        if self.cohort is None:
+            self.cohort = Cohort.of(self.requests, self.num_computed_tokens, block_size)
+        return self.cohort
+
+    def take_in(
+        self, num_changes: int, step: int, result: StepResult, now: float, seconds: float
+    ) -> list[TokenEvent] | None:
+        """See `Cohort.take_in`. None also if something has changed since."""
+        if self.cohort is None or num_changes != self.num_changes:
+            return None
+        return self.cohort.take_in(self.num_on, step, result, now, seconds)
 
     def admit(self, request: Request) -> None:
         """It joins in this step: its whole table is new to the executor."""

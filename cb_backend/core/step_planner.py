@@ -24,16 +24,19 @@ class StepPlanner:
         self.num_preemptions = 0  # since the start
         self.num_cached_tokens = 0  # prompt tokens that need not be computed, since the start
 
-    def draft(self, token_budget: int) -> StepDraft:
-        """The next step; empty only if nothing can be done before the step in flight is."""
+    def draft(self, token_budget: int, before: StepDraft) -> StepDraft:
+        """The step after `before`; empty only if nothing can be done before one in flight is."""
         draft = StepDraft(left=token_budget)
         self._displace(draft)
-        # One token of the budget is set aside for every running request, so that a long prompt
-        # never stops a stream; _continue_running gives it back as it goes.
-        draft.left -= len(self._roster.running)
-        if self._continue_running(draft):
-            self._admit_waiting(draft)
-        self._spend_rest(draft)
+        may_join = self._roster.waiting and self._has_seat()
+        if may_join or not draft.go_on(before, self._roster.num_changes, self._blocks):
+            # One token of the budget is set aside for every running request, so that a long prompt
+            # never stops a stream; _continue_running gives it back as it goes.
+            draft.left -= len(self._roster.running)
+            if self._continue_running(draft):
+                self._admit_waiting(draft)
+            self._spend_rest(draft)
+        draft.num_changes = self._roster.num_changes
         if self._roster.policy.keeps_accounts:
             charged = self._roster.policy.charged
             for request, num_new in zip(draft.requests, draft.shares(), strict=True):

@@ -143,7 +143,7 @@ class Engine:
             computed_tokens=recorder.computed_tokens,
             cached_tokens=self.scheduler.planner.num_cached_tokens,
             prompt_tokens=recorder.prompt_tokens,
-            generated_tokens=recorder.generated_tokens,
+            generated_tokens=self.scheduler.num_output_tokens,
             finished=dict(recorder.finished),
             tenants=dict(recorder.tenants),
         )

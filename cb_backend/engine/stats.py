@@ -89,7 +89,6 @@ class StatsRecorder:
     failed_steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
-    generated_tokens: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
     step_log: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEP_LOG_LENGTH))
@@ -130,15 +129,12 @@ class StatsRecorder:
         self._preemptions_before = launched.num_preemptions
 
     def record_events(self, events: Sequence[TokenEvent]) -> None:
-        num_tokens = 0
         for event in events:
-            num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 self.finished[event.finish_reason] += 1
                 # One that was refused has never arrived.
                 if (request := self._live.pop(event.request_id, None)) is not None:
                     self._charge(request)
-        self.generated_tokens += num_tokens
 
     def _charge(self, request: Request) -> None:
         tenant = request.tenant

@@ -15,6 +15,10 @@ from cb_backend.runtime.staging import StagedStep
 from cb_backend.runtime.streams import Reading
 
 UNSOUND = -1  # in place of a token id: nothing could be drawn from the row
+_NOT_FINITE = RequestFailedError(
+    "the model's logits for this request are not finite numbers; the request was stopped, others"
+    " are not affected"
+)
 
 
 class SampledIds:
@@ -25,7 +29,9 @@ class SampledIds:
 
     def fill(self, step: StagedStep) -> None:
         """Put what was sampled where a step's token ids were left open."""
-        if len(step.sampled_tokens):
+        if len(step.sampled_tokens) == len(step.token_ids):  # all, in their order
+            torch.index_select(self._ids, 0, step.sampled_rows, out=step.token_ids)
+        elif len(step.sampled_tokens):
             ids = self._ids.index_select(0, step.sampled_rows)
             step.token_ids.index_copy_(0, step.sampled_tokens, ids)
 
@@ -70,15 +76,12 @@ class SampledStep:
 
 def step_result(request_ids: Sequence[str], tokens: Sequence[int]) -> StepResult:
     """Of the token ids, or `UNSOUND`, that these requests' rows have sampled."""
-    token_ids: dict[str, tuple[int, ...]] = {}
+    token_ids: dict[str, tuple[int, ...]] = dict(
+        zip(request_ids, zip(tokens, strict=False), strict=True)
+    )
     failed: dict[str, ErrorInfo] = {}
-    for request_id, token in zip(request_ids, tokens, strict=True):
-        if token != UNSOUND:
-            token_ids[request_id] = (token,)
-        else:
-            error = RequestFailedError(
-                "the model's logits for this request are not finite numbers; the request was"
-                " stopped, others are not affected"
-            )
-            failed[request_id] = error.info()
+    if UNSOUND in tokens:
+        for request_id in [name for name, (token,) in token_ids.items() if token == UNSOUND]:
+            del token_ids[request_id]
+            failed[request_id] = _NOT_FINITE.info()
     return StepResult(token_ids, failed)

@@ -25,6 +25,13 @@ class SamplingRows:
     seeds: npt.NDArray[np.uint64]
     positions: Ints  # [R], where in its sequence the sampled token will stand
 
+    def at(self, positions: Ints) -> SamplingRows:
+        """The same rows, elsewhere in their sequences."""
+        return SamplingRows(
+            *(self.draws, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds),
+            positions,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:

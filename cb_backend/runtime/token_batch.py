@@ -9,7 +9,7 @@ a step's inputs to the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,10 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """A step whose S rows each computed one token and sampled the next: as a rule the next step is
-    of the same rows, and finds most of its arrays here."""
+    """A step whose S rows each computed one token and sampled the next: as a rule the next step
+    goes on from it (see `core.cohort`), and finds most of its arrays here."""
 
     scheduled: StepRows
-    rows: Ints  # of the batch, in the order of `scheduled`
     order: Ints  # of the rows in the step
     inputs: StepInputs
 
@@ -89,10 +88,8 @@ class TokenBatch:
     def apply(self, plan: StepPlan) -> StepInputs:
         """Swap rows as the plan says and gather the step's inputs."""
         before, self._decoding = self._decoding, None
-        if before is not None and before.goes_on_in(plan):
-            inputs = self._decode_on(before, plan.rows)
-            if inputs is not None:
-                return inputs
+        if before and before.goes_on_in(plan) and (inputs := self._go_on(before, plan.rows)):
+            return inputs
         for request_id in plan.retired:
             self._retire(request_id)
         for admission in plan.admitted:
@@ -195,27 +192,32 @@ class TokenBatch:
             fresh += block_ids[max(0, num_filled - start) :]
         return fresh
 
-    def _decode_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
-        """What the way through `_check` and `_gather` would give. None, with nothing done, where it
-        would raise: a row that has sampled can only go on with that token, its last."""
+    def _go_on(self, before: _Decoding, scheduled: StepRows) -> StepInputs | None:
+        """What the way through `_check` and `_gather` gives: a row that has sampled goes on with
+        that token, its last. None, with nothing done, where that raises, or for unusual blocks."""
         last = before.inputs
-        rows, table = last.batch_rows, last.block_table
-        computed = np.array(scheduled.num_computed_tokens, np.int64)
-        positions = computed[before.order]
-        blocks, offsets = np.divmod(positions, self._block_size)
-        num_blocks = self._num_blocks[rows]
-        grows = any(scheduled.new_block_ids)
-        if grows:
-            num_new = np.array(list(map(len, scheduled.new_block_ids)), np.int64)
-            num_blocks += num_new[before.order]
-            if num_blocks.max() > self._block_table.shape[1]:
-                return None
-        if ((positions != last.seq_lens) | (blocks >= num_blocks)).any():
+        rows, table, slots = last.batch_rows, last.block_table, last.slot_mapping + 1
+        positions = np.array(scheduled.num_computed_tokens, np.int64)[before.order]
+        begins = (positions % self._block_size == 0).nonzero()[0]  # the first tokens of a block
+        num_new = len(scheduled.new_block_ids) - scheduled.new_block_ids.count(())
+        if len(begins) != num_new or np.count_nonzero(positions != last.seq_lens):
             return None
         fresh: list[int] = []
-        if grows:
-            fresh = self._extend(before.rows, computed, scheduled.new_block_ids)
-            table = self._block_table[rows, : int(num_blocks.max())]
+        if num_new:
+            places = before.order[begins].tolist()
+            new = [scheduled.new_block_ids[place] for place in places]
+            growing, index = rows[begins], positions[begins] // self._block_size
+            if not self._begin(growing, index, new):
+                return None
+            fresh = [scheduled.new_block_ids[place][0] for place in sorted(places)]
+            block_ids = self._block_table[growing, index]
+            slots[begins] = block_ids * np.int64(self._block_size)
+            num_blocks = int(index[index.argmax()]) + 1
+            if num_blocks <= table.shape[1]:
+                table = table.copy()
+                table[begins, index] = block_ids
+            else:
+                table = self._block_table[rows, :num_blocks]
         seq_lens = positions + 1
         self._num_tokens[rows] += 1
         inputs = StepInputs(
@@ -223,7 +225,7 @@ class TokenBatch:
             sampled_tokens=last.logit_tokens,
             sampled_rows=rows,
             positions=positions,
-            slot_mapping=self._slots(rows, blocks, offsets),
+            slot_mapping=slots,
             query_start_loc=last.query_start_loc,
             seq_lens=seq_lens,
             block_table=table,
@@ -231,15 +233,23 @@ class TokenBatch:
             batch_rows=rows,
             logit_tokens=last.logit_tokens,
             request_ids=last.request_ids,
-            sampling=replace(last.sampling, positions=seq_lens),
+            sampling=last.sampling.at(seq_lens),
             edits=self._edits.gather(rows, seq_lens),
         )
-        self._decoding = _Decoding(scheduled, before.rows, before.order, inputs)
+        self._decoding = _Decoding(scheduled, before.order, inputs)
         return inputs
 
-    def _slots(self, rows: Ints, blocks: Ints, offsets: Ints) -> Ints:
-        first_slots = self._block_table[rows, blocks] * np.int64(self._block_size)
-        return first_slots + offsets
+    def _begin(self, rows: Ints, index: Ints, new: Sequence[tuple[int, ...]]) -> bool:
+        """Give each row its block at `index`, the next; False, with nothing done, if it is not."""
+        if (
+            list(map(len, new)) != [1] * len(rows)
+            or np.count_nonzero(self._num_blocks[rows] != index)
+            or index[index.argmax()] >= self._block_table.shape[1]
+        ):
+            return False
+        self._block_table[rows, index] = [block_id for (block_id,) in new]
+        self._num_blocks[rows] = index + 1
+        return True
 
     def _gather(self, scheduled: StepRows, columns: _Columns, fresh: list[int]) -> StepInputs:
         # Rows of one token first, longest first: attention gathers rows of like length together,
@@ -252,6 +262,7 @@ class TokenBatch:
             computed - query_start_loc[:-1], counts
         )
         blocks, offsets = np.divmod(positions, self._block_size)
+        first_slots = self._block_table[token_rows, blocks] * np.int64(self._block_size)
         samples, seq_lens = columns.samples[order], computed + counts
         sampling_rows, sampled_positions = rows[samples], seq_lens[samples]
         self._num_tokens[sampling_rows] += 1
@@ -261,7 +272,7 @@ class TokenBatch:
             sampled_tokens=sampled,
             sampled_rows=token_rows[sampled],
             positions=positions,
-            slot_mapping=self._slots(token_rows, blocks, offsets),
+            slot_mapping=first_slots + offsets,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self._block_table[rows, : int(self._num_blocks[rows].max(initial=1))],
@@ -273,7 +284,7 @@ class TokenBatch:
             edits=self._edits.gather(sampling_rows, sampled_positions),
         )
         if len(sampling_rows) == len(positions) > 0:
-            self._decoding = _Decoding(scheduled, columns.rows, order, inputs)
+            self._decoding = _Decoding(scheduled, order, inputs)
         return inputs
 
     def _sampling(self, rows: Ints, positions: Ints) -> SamplingRows:

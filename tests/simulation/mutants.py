@@ -212,6 +212,30 @@ MUTANTS = (
         "if len(token_ids) == self.most_tokens + 1:",
     ),
     Mutant(
+        "a cohort goes on to somebody's end",
+        "cb_backend.core.cohort",
+        "or num_on + 1 >= self.num_steps",
+        "",
+    ),
+    Mutant(
+        "a cohort ignores stop tokens",
+        "cb_backend.core.cohort",
+        "if not self.stop_token_ids.isdisjoint(token_ids):",
+        "if False:",
+    ),
+    Mutant(
+        "a step that goes on takes its blocks one step late",
+        "cb_backend.core.cohort",
+        "return self._places[-num_on %",
+        "return self._places[(1 - num_on) %",
+    ),
+    Mutant(
+        "a cohort outlives a change",
+        "cb_backend.core.step_draft",
+        "if num_changes != self.num_changes or self._places",
+        "if self._places",
+    ),
+    Mutant(
         "a shrink forgets to move a table",
         "cb_backend.core.pool_resize",
         "table[:] = [moved.get(block_id, block_id) for block_id in table]",

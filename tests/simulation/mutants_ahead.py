@@ -19,11 +19,9 @@ MUTANTS_AHEAD = (
         "a token that comes after its request was preempted ends nothing",
         "cb_backend.core.scheduler",
         """        if reason is not None:
-            self._leave(request)
-        return""",
+            return [self._finish(""",
         """        if reason is not None and request.status is not RequestStatus.PREEMPTED:
-            self._leave(request)
-        return""",
+            return [self._finish(""",
     ),
     Mutant(
         "the row of a request that has ended brings it a token",

@@ -106,7 +106,8 @@ _EXPERTS: Rows = {
         "gfx942": _multiply(64, 128, 64, 4, 2),
     },
     "most": {
-        ANY: _multiply(128, 128, 64, 8, 3),
+        ANY: _multiply(128, 256, 64, 8, 3),
+        "sm_80": _multiply(128, 128, 64, 8, 3),  # twice as wide it spills
         "gfx942": _multiply(128, 128, 64, 8, 2),
     },
     "fixed": {

@@ -126,10 +126,11 @@ def test_a_step_waits_once(
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("tiny", [MODELS[0], MODELS[-1]], ids=str)
 def test_a_captured_step_waits_once(
-    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModel, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, streams = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=deterministic)
+    runner, streams = _runner(tiny, tmp_path, monkeypatch, deterministic=deterministic)
     maker = FakeMaker()
     runner.capture_graphs(maker, max_num_seqs=4)
     assert streams.num_reads == streams.num_uploads == 0

@@ -9,13 +9,14 @@ import pytest
 import torch
 from cb_kernels import RaggedBatch
 from cb_kernels.triton import launch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cb_backend.config import EngineConfig
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import load_model
+from cb_backend.runtime.models.mlp import SeparateExperts, StackedExperts
 from tests.models import TinyModel
 
 BLOCK_SIZE = 16
@@ -89,6 +90,11 @@ def _load(folder: Path) -> CausalModel:
     return model
 
 
+def _has(model: CausalModel, kind: type[nn.Module]) -> bool:
+    assert isinstance(model, nn.Module)
+    return any(isinstance(module, kind) for module in model.modules())
+
+
 @pytest.mark.parametrize("tiny", MODELS + MIXTURES, ids=str)
 def test_logits_are_those_of_torch(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +103,9 @@ def test_logits_are_those_of_torch(
     interpreted = _logits(model)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     if tiny in MIXTURES:
-        model = _load(tmp_path)  # a device's experts lie otherwise
+        assert _has(model, StackedExperts)
+        model = _load(tmp_path)
+        assert _has(model, SeparateExperts)
     for ours, expected in zip(interpreted, _logits(model), strict=True):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
         assert not torch.equal(ours, expected)  # they are not the same code

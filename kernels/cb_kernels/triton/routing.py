@@ -47,8 +47,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 
 
 def group_pairs(chosen: Tensor, num_experts: int, tile: int) -> Tiles:
-    """The pairs of chosen [T, top_k] in tiles of `tile`, for each expert at least one less than
-    full."""
+    """The pairs of chosen [T, top_k] in tiles of `tile`; an expert's last may not be full."""
     num_pairs = chosen.numel()
     num_tiles = min(num_pairs, num_pairs // tile + num_experts)
     experts = torch.empty(num_tiles, dtype=torch.int32, device=chosen.device)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gpu_check import behaviour, kernels, linear, models, peer, sanitizer
+from gpu_check import behaviour, experts, kernels, linear, models, peer, sanitizer
 from gpu_check.budget import TimeBudget
 from gpu_check.report import Speed, write_plot
 from gpu_check.timing import (
@@ -36,7 +36,7 @@ from gpu_check.timing import (
 # Of the whole, for the parts that cannot stop in the middle. The rest, a table row after row, can.
 _SECONDS_TO_SANITIZE = 90.0
 _SECONDS_TO_COMPARE = 150.0
-_TIMED = (kernels.timed, linear.timed, models.timed)
+_TIMED = (kernels.timed, linear.timed, experts.timed, models.timed)
 
 
 def main(arguments: list[str]) -> int:
@@ -140,6 +140,7 @@ def wrong_kernels(model: kernels.Model, device: torch.device, budget: TimeBudget
     cases = chain(
         kernels.correct(model, device),
         linear.correct(model, device),
+        experts.correct(model, device),
         models.correct(device, tiny=tiny),
         behaviour.correct(device, tiny=tiny),
     )

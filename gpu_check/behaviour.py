@@ -9,21 +9,27 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from gpu_check.kernels import Correct
-from gpu_check.models import LLAMA, TINY, random_decoder
+from gpu_check.models import LLAMA, TINY, mixture, random_decoder
 from gpu_check.serving import make_runner, recorded_logits, serve
 
 Prompts = dict[str, list[int]]
 
 
 def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
-    config = LlamaConfig(**(TINY | {"num_hidden_layers": 1, "vocab_size": 64} if tiny else LLAMA))
+    plain = LlamaConfig(**(TINY | {"num_hidden_layers": 1, "vocab_size": 64} if tiny else LLAMA))
+    for config in (plain, mixture(tiny=tiny)):
+        yield from _correct(config, device, tiny=tiny)
+
+
+def _correct(config: PretrainedConfig, device: torch.device, *, tiny: bool) -> Iterator[Correct]:
     torch.manual_seed(0)
     lengths = (1, 5) if tiny else (1, 37, 130, 1200)
     prompts: Prompts = {str(n): torch.randint(3, config.vocab_size, (n,)).tolist() for n in lengths}
     num_tokens, max_len = (2, 32) if tiny else (8, 2048)
+    kind = config.model_type
 
     def logits(
         dtype: torch.dtype, *, alone: bool = False, fixed: bool = False, graphs: bool = False
@@ -44,19 +50,19 @@ def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
 
     half, single = torch.bfloat16, torch.float32
     yield Correct(
-        *("deterministic", "alone and in chunks"),
+        *("deterministic", f"alone and in chunks, {kind}"),
         lambda: logits(half, fixed=True),
         lambda: logits(half, fixed=True, alone=True),
         tolerance=0.0,
     )
     yield Correct(
-        *("graphs", "deterministic"),
+        *("graphs", f"deterministic, {kind}"),
         lambda: logits(half, fixed=True, graphs=True),
         lambda: logits(half, fixed=True),
         tolerance=0.0,
     )
     yield Correct(
-        *("graphs", "float32"),
+        *("graphs", f"float32, {kind}"),
         lambda: logits(single, graphs=True),
         lambda: logits(single),
         tolerance=1e-3,
@@ -64,7 +70,7 @@ def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
     )
     for graphs in (False, True):
         yield Correct(
-            *("no wait in a step", "graphs" if graphs else "eager"),
+            *("no wait in a step", f"{'graphs' if graphs else 'eager'}, {kind}"),
             partial(_without_waits, config, prompts, device, graphs=graphs),
             lambda: torch.zeros(1),
             tolerance=0.0,
@@ -72,7 +78,7 @@ def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
 
 
 def _without_waits(
-    config: LlamaConfig, prompts: Prompts, device: torch.device, *, graphs: bool
+    config: PretrainedConfig, prompts: Prompts, device: torch.device, *, graphs: bool
 ) -> Tensor:
     """Raises where torch sees the host wait; the one read waits for an event, which it allows."""
     runner = make_runner(

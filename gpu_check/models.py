@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from cb_kernels import RaggedBatch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
@@ -46,6 +52,19 @@ _QWEN: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
+
+
+def mixture(*, tiny: bool) -> Qwen3MoeConfig:
+    """Few and small experts: what it costs is not asked here."""
+    sizes = TINY | {"num_hidden_layers": 1, "vocab_size": 64} if tiny else _QWEN
+    num_experts, top_k, inner = (5, 2, 48) if tiny else (16, 4, 256)
+    return Qwen3MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=inner,
+        norm_topk_prob=True,
+        **sizes,
+    )
 
 
 class _Weights:
@@ -88,12 +107,14 @@ def correct(device: torch.device, *, tiny: bool) -> Iterator[Correct]:
     configs: tuple[PretrainedConfig, ...] = (
         LlamaConfig(**(TINY if tiny else LLAMA)),
         Qwen3Config(**(TINY if tiny else _QWEN)),
+        mixture(tiny=tiny),
     )
     for config in configs:
         torch.manual_seed(0)
         theirs: Any = _transformers(config).to(device).eval()
         # A name bound in a loop: the default keeps this turn's tensor.
-        makers = {name: partial(lambda t: t, t) for name, t in theirs.state_dict().items()}
+        stored = _as_stored(theirs.state_dict())
+        makers = {name: partial(lambda t: t, t) for name, t in stored.items()}
         ours = _decoder(_Weights(makers), config, torch.float32, device)
         lens = (1, 9) if tiny else (1, 37, 130)
         prompts = [torch.randint(config.vocab_size, (n,), device=device) for n in lens]
@@ -209,7 +230,24 @@ def _transformers(config: PretrainedConfig) -> Any:
 def _shapes(config: PretrainedConfig) -> Mapping[str, Tensor]:
     with torch.device("meta"):
         shapes: Mapping[str, Tensor] = _transformers(config).state_dict()
-    return shapes
+    return _as_stored(shapes)
+
+
+def _as_stored(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Named as in a checkpoint: transformers keeps all of a layer's experts in two tensors."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        prefix, _, kind = name.rpartition(".")
+        if kind not in ("gate_up_proj", "down_proj"):  # else without ".weight"
+            stored[name] = tensor
+            continue
+        for index, weight in enumerate(tensor):
+            parts = {"down": weight}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate", "up"), weight.chunk(2), strict=True))
+            for part, own in parts.items():
+                stored[f"{prefix}.{index}.{part}_proj.weight"] = own
+    return stored
 
 
 def _random(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

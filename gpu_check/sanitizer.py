@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_check import kernels
+from gpu_check import experts, kernels, linear
 
 _ERROR_CODE = 86
 
@@ -50,8 +50,9 @@ def run(
 
 
 def main() -> int:
-    for case in kernels.correct(kernels.TINY, torch.device("cuda")):
-        case.run()
+    for part in (kernels, linear, experts):
+        for case in part.correct(kernels.TINY, torch.device("cuda")):
+            case.run()
     torch.cuda.synchronize()
     return 0
 

@@ -11,6 +11,7 @@ from cb_kernels.cpu.plain_decoder import (
     TurnTables,
 )
 from cb_kernels.cpu.plain_decoder_facts import DecoderEnds, DecoderShape, LayerWeights
+from cb_kernels.experts import Activation, mix_experts, route
 from cb_kernels.huge_pages import HugePages
 from cb_kernels.int8_linear import Int8Linear
 from cb_kernels.linear import invariant_linear
@@ -29,6 +30,7 @@ from cb_kernels.ragged import RaggedBatch, Rows, Workspace
 from cb_kernels.triton.launch import uses_triton
 
 __all__ = [
+    "Activation",
     "DecoderEnds",
     "DecoderRun",
     "DecoderShape",
@@ -54,12 +56,14 @@ __all__ = [
     "gather_blocks",
     "gelu_and_mul",
     "invariant_linear",
+    "mix_experts",
     "pack_linear",
     "paged_attention",
     "paired_views",
     "plain_views",
     "rms_norm",
     "rope",
+    "route",
     "sample",
     "scatter_blocks",
     "silu_and_mul",

@@ -115,6 +115,34 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=kind) * up
 
 
+def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Weights, float64, and ids [T, top_k] of the largest in a softmax; the first of equals."""
+    shares = torch.softmax(logits.double(), -1)
+    weights, chosen = (t[:, :top_k] for t in torch.sort(shares, descending=True, stable=True))
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights, chosen
+
+
+def mix_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    activation: str,
+) -> Tensor:
+    """The weighted sum of what each token's experts make of it. Float64 [T, H]; what a kernel of
+    gate and up, of the activation and of an expert stores is rounded to x's dtype."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, experts in enumerate(chosen.tolist()):
+        for place, expert in enumerate(experts):
+            both = (gate_up[expert].double() @ x[token].double()).to(x.dtype)
+            inner = gated(both, activation).to(x.dtype)
+            y = down[expert].double() @ inner.double() * weights[token, place].double()
+            out[token] += y.to(x.dtype)
+    return out
+
+
 def edit_logits(logits: Tensor, edits: LogitEdits) -> Tensor:
     """Mask, bias, then the penalties: repetition, frequency, presence. Float64 [R, V]."""
     out = logits.double().clone()

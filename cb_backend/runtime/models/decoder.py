@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.interface import Attention, HeadsAttention, HeadSteps, ModelGeometry
 from cb_backend.runtime.models.linear import Linear
+from cb_backend.runtime.models.mlp import SeparateExperts
 from cb_backend.runtime.models.norms import QKNorm, RMSNorm, add_and_norm
 from cb_backend.runtime.models.rope import Rope
 from cb_backend.runtime.models.spec import DecoderSpec, LayerSpec
@@ -64,7 +65,8 @@ class Decoder(nn.Module):
 
     @property
     def is_capturable(self) -> bool:
-        return not any(layer.experts for layer in self.spec.layers)  # the host counts their rows
+        # Of separate experts the host counts the rows.
+        return not any(isinstance(module, SeparateExperts) for module in self.modules())
 
     @property
     def can_prepare(self) -> bool:
@@ -74,8 +76,7 @@ class Decoder(nn.Module):
 
     def is_batch_invariant(self, *, paged: bool) -> bool:
         if uses_triton(self.norm.weight):
-            # The router of a mixture of experts is torch's.
-            return self._deterministic and not any(layer.experts for layer in self.spec.layers)
+            return self._deterministic
         # The one call sums each row alone, and each query's keys from the first on; behind a window
         # the first depends on the chunk. All else on a CPU is torch's: its sums, and which numbers
         # of a tensor it computes by vectors, depend on the number of rows.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from cb_kernels import HugePages, Int8Linear, PackedLinear
+from cb_kernels import Activation, HugePages, Int8Linear, PackedLinear, uses_triton
 from torch import Tensor, nn
 
 from cb_backend.config import Quantization
@@ -25,7 +25,13 @@ from cb_backend.runtime.models.decoder import (
 )
 from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.linear import Linear
-from cb_backend.runtime.models.mlp import GatedMLP, MixtureOfExperts
+from cb_backend.runtime.models.mlp import (
+    GatedMLP,
+    MixtureOfExperts,
+    Router,
+    SeparateExperts,
+    StackedExperts,
+)
 from cb_backend.runtime.models.norms import QKNorm, RMSNorm
 from cb_backend.runtime.models.plain_decoder import plain_decoder
 from cb_backend.runtime.models.rope import Rope
@@ -38,6 +44,13 @@ logger = logging.getLogger(__name__)
 
 # Kept by old checkpoints although they follow from the config.
 _DERIVED = ("rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
+
+# Of transformers' names those of the kernels.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 class NativeLoader:
@@ -161,19 +174,40 @@ class NativeLoader:
         return GatedMLP(gate_up, down, self._activation)
 
     def _experts(self, prefix: str, experts: ExpertsSpec) -> MixtureOfExperts:
+        # A router stays as it is: it is small, and a rounded score may choose another expert.
+        shape = (experts.num_experts, self._spec.hidden_size)
+        weight = self._tensor([f"{prefix}.gate.weight"], shape)
+        scores = Linear(weight, invariant=self._deterministic)
+        scores.pack()
+        router = Router(scores, top_k=experts.top_k, normalize=experts.normalize)
+        prefixes = [f"{prefix}.experts.{index}" for index in range(experts.num_experts)]
+        # Int8 is for the kernel in C.
+        if uses_triton(weight) and self._quantization == "none":
+            return MixtureOfExperts(router, self._stacked_experts(prefixes, experts))
+        return MixtureOfExperts(router, self._separate_experts(prefixes, experts))
+
+    def _separate_experts(self, prefixes: list[str], experts: ExpertsSpec) -> SeparateExperts:
         hidden, width = self._spec.hidden_size, experts.intermediate_size
         mlps = []
-        for index in range(experts.num_experts):
-            names = [f"{prefix}.experts.{index}.{name}" for name in (experts.gate, experts.up)]
-            widths = [width, width]
-            gate_up = self._linear(names, widths, hidden, bias=False, gated=self._gated)
-            down_name = f"{prefix}.experts.{index}.{experts.down}"
-            down = self._linear([down_name], [hidden], width, bias=False)
+        for prefix in prefixes:
+            names = [f"{prefix}.{experts.gate}", f"{prefix}.{experts.up}"]
+            gate_up = self._linear(names, [width] * 2, hidden, bias=False, gated=self._gated)
+            down = self._linear([f"{prefix}.{experts.down}"], [hidden], width, bias=False)
             mlps.append(GatedMLP(gate_up, down, self._activation))
-        # A router stays as it is: it is small, and a rounded score may choose another expert.
-        router = Linear(self._tensor([f"{prefix}.gate.weight"], (experts.num_experts, hidden)))
-        router.pack()
-        return MixtureOfExperts(router, mlps, top_k=experts.top_k, normalize=experts.normalize)
+        return SeparateExperts(mlps)
+
+    def _stacked_experts(self, prefixes: list[str], experts: ExpertsSpec) -> StackedExperts:
+        hidden, width = self._spec.hidden_size, experts.intermediate_size
+        both = (experts.gate, experts.up)
+        gate_up = [f"{prefix}.{name}.weight" for prefix in prefixes for name in both]
+        down = [f"{prefix}.{experts.down}.weight" for prefix in prefixes]
+        count = len(prefixes)
+        return StackedExperts(
+            self._tensor(gate_up, (count * 2 * width, hidden)).view(count, 2 * width, hidden),
+            self._tensor(down, (count * hidden, width)).view(count, hidden, width),
+            _ACTIVATIONS[self._spec.activation],
+            invariant=self._deterministic,
+        )
 
     def _linear(
         self,

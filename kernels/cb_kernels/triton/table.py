@@ -93,6 +93,30 @@ _LINEAR: Rows = {
     "float32": {ANY: _multiply(32, 32, 32, 4, 2)},  # products without tensor cores
 }
 
+# Of a mixture of experts, by the pairs that an expert has. few: a decoding step, where what counts
+# is that many programs read weights. many, most: tiles that Hopper and Blackwell multiply by warp
+# groups. fixed: for any number, as in `linear`.
+_EXPERTS: Rows = {
+    "few": {
+        ANY: _multiply(16, 64, 128, 4, 4),
+        "gfx942": _multiply(16, 64, 128, 4, 2),
+    },
+    "many": {
+        ANY: _multiply(64, 128, 64, 4, 4),
+        "gfx942": _multiply(64, 128, 64, 4, 2),
+    },
+    "most": {
+        ANY: _multiply(128, 256, 64, 8, 3),
+        "sm_80": _multiply(128, 128, 64, 8, 3),  # twice as wide it spills
+        "gfx942": _multiply(128, 128, 64, 8, 2),
+    },
+    "fixed": {
+        ANY: _multiply(64, 64, 64, 4, 4),
+        "gfx942": _multiply(64, 64, 64, 4, 2),
+    },
+    "float32": {ANY: _multiply(32, 32, 32, 4, 2)},  # without tensor cores
+}
+
 TABLE: dict[str, Rows] = {
     "attend": _ATTEND,
     "combine": _COMBINE,
@@ -123,6 +147,15 @@ TABLE: dict[str, Rows] = {
     "edit_logits": {"any": {ANY: {"BLOCK": 2048, "num_warps": 8, "num_stages": 1}}},
     "sample": {"any": {ANY: {"BLOCK": 2048, "PIVOTS": 4, "num_warps": 16, "num_stages": 1}}},
     "linear": _LINEAR,
+    "route": {"any": {ANY: {"ROWS": 4, "num_warps": 4, "num_stages": 1}}},
+    "group_pairs": {"any": {ANY: {"BLOCK": 2048, "num_warps": 8, "num_stages": 1}}},
+    "multiply_pairs": _EXPERTS,
+    "sum_pairs": {
+        "any": {
+            ANY: {"BLOCK": 1024, "num_warps": 4, "num_stages": 1},
+            "gfx942": {"BLOCK": 1024, "num_warps": 2, "num_stages": 1},
+        }
+    },
     "copy_blocks": {"any": {ANY: {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}}},
 }
 

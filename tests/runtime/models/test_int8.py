@@ -16,7 +16,7 @@ from cb_backend.errors import ConfigError
 from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.models.linear import Linear
 from cb_backend.runtime.models.loader import load_model
-from cb_backend.runtime.models.mlp import MixtureOfExperts
+from cb_backend.runtime.models.mlp import Router
 from tests.models import FALLBACK, NATIVE, VOCAB_SIZE, TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
 from tests.runtime.logits import packed_logits
@@ -93,7 +93,7 @@ def test_without_the_int8_kernel_layers_run_one_by_one(
 def test_every_linear_is_rounded_but_a_router_and_the_embedding_stays(tmp_path: Path) -> None:
     experts = next(tiny for tiny in NATIVE if str(tiny) == "mixtral")
     model = load(experts, tmp_path / "experts")
-    routers = [part._modules["router"] for part in model.modules() if _has_experts(part)]
+    routers = [part.scores for part in model.modules() if isinstance(part, Router)]
     assert len(routers) == 3
     for linear in model.modules():
         if isinstance(linear, Linear):
@@ -102,10 +102,6 @@ def test_every_linear_is_rounded_but_a_router_and_the_embedding_stays(tmp_path: 
     ids = torch.arange(VOCAB_SIZE)
     stored = load(tied, tmp_path / "tied", quantization="none").embedding(ids)
     assert torch.equal(load(tied, tmp_path / "tied").embedding(ids), stored)
-
-
-def _has_experts(module: torch.nn.Module) -> bool:
-    return isinstance(module, MixtureOfExperts)
 
 
 def test_what_multiplies_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,7 @@ from tests.kernels.triton.compiled.attention_cases import (
     attention,
     shared_prefix,
 )
+from tests.kernels.triton.compiled.expert_cases import add, choose, products
 
 ALL_CHIPS = tuple(CHIPS)
 FLOAT8 = torch.float8_e4m3fn
@@ -172,6 +173,20 @@ def _linear_cases() -> list[Case]:
     ]
 
 
+def _expert_cases() -> list[Case]:
+    half = ("few", "many", "most", "fixed")
+    return [
+        *(
+            Case(f"experts {name}", partial(products, name), wide=True, wgmma=name != "few")
+            for name in half
+        ),
+        Case("experts float32", partial(products, "float32", torch.float32), wide=True),
+        Case("experts chosen 8 of 128", partial(choose, 128, 8)),
+        Case("experts chosen 2 of 8 float32", partial(choose, 8, 2, torch.float32)),
+        Case("experts added", add, wide=True),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Heads:
     """Llama-3-8B's heads, unless said otherwise."""
@@ -266,6 +281,7 @@ CASES = [
     *_norm_cases(),
     *_activation_cases(),
     *_linear_cases(),
+    *_expert_cases(),
     *_heads_cases(),
     *_block_cases(),
     *_attention_cases(),

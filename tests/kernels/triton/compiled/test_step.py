@@ -34,10 +34,15 @@ from tests.runtime.fake_graphs import FakeMaker
 
 META = torch.device("meta")
 SIZES = {"num_hidden_layers": 2, "head_dim": 64}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS = (
     TinyModel("llama", "llama", SIZES),
     TinyModel("qwen3", "qwen3", SIZES),
     TinyModel("gemma2", "gemma2", SIZES | {"query_pre_attn_scalar": 20, "sliding_window": 9}),
+    TinyModel("mixtral", "mixtral", SIZES | EXPERTS | {"num_local_experts": 5}),
+    TinyModel(
+        "qwen3-moe", "qwen3_moe", SIZES | EXPERTS | {"num_experts": 5, "mlp_only_layers": [1]}
+    ),
 )
 
 
@@ -121,10 +126,11 @@ def test_a_step_waits_once(
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("tiny", [MODELS[0], MODELS[-1]], ids=str)
 def test_a_captured_step_waits_once(
-    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModel, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, streams = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=deterministic)
+    runner, streams = _runner(tiny, tmp_path, monkeypatch, deterministic=deterministic)
     maker = FakeMaker()
     runner.capture_graphs(maker, max_num_seqs=4)
     assert streams.num_reads == streams.num_uploads == 0

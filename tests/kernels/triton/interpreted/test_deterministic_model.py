@@ -19,6 +19,7 @@ PROMPTS = [prompt_of(length, seed=length) for length in (1, 9, 22)]
     [
         TinyModel("llama", "llama", {"num_hidden_layers": 1, "attention_bias": True}),
         TinyModel("qwen3", "qwen3", {"num_hidden_layers": 1, "head_dim": 16}),
+        TinyModel("mixtral", "mixtral", {"num_hidden_layers": 1, "num_local_experts": 5}),
     ],
     ids=str,
 )

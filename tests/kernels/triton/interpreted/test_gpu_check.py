@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_check import behaviour, kernels, linear, models, sanitizer
+from gpu_check import behaviour, experts, kernels, linear, models, sanitizer
 from gpu_check.__main__ import main, wrong_kernels
 from gpu_check.budget import TimeBudget
 from gpu_check.report import Speed, write_plot
@@ -38,6 +38,7 @@ def test_a_dry_run_checks_and_times_everything(tmp_path: Path) -> None:
         "attention, decode",
         "attention, prefill",
         "linear, invariant",
+        "experts",
         "decode step",
         "prefill step",
     }
@@ -51,14 +52,14 @@ def test_without_time_everything_is_left_out_by_name(tmp_path: Path) -> None:
     assert main(["--dry-run", "--out", str(tmp_path), "--seconds", "0"]) == 0
     result = json.loads((tmp_path / "gpu_check.json").read_text())
     assert result["speeds"] == []
-    names = {"rms_norm bfloat16", "deterministic alone and in chunks", "decode step 1 x 2"}
+    names = {"rms_norm bfloat16", "deterministic alone and in chunks, llama", "decode step 1 x 2"}
     assert names < {*result["left_out"]}
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "rms_norm", lambda x, weight, eps: x)
     monkeypatch.setattr(kernels, "silu_and_mul", lambda x: x[:, :1].unflatten(9, (1, 1)))
-    for other in (linear, models, behaviour):
+    for other in (linear, experts, models, behaviour):
         monkeypatch.setattr(other, "correct", lambda *_, **__: iter(()))
     wrong = wrong_kernels(kernels.TINY, CPU, TimeBudget(100.0))
     assert len(wrong) == 6

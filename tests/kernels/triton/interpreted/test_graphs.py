@@ -12,7 +12,10 @@ from tests.models import TinyModel
 from tests.runtime.driving import Driver, load_runner, prompt_of
 from tests.runtime.fake_graphs import FakeMaker
 
-TINY = TinyModel("llama", "llama", {"num_hidden_layers": 1})
+MODELS = (
+    TinyModel("llama", "llama", {"num_hidden_layers": 1}),
+    TinyModel("mixtral", "mixtral", {"num_hidden_layers": 1, "num_local_experts": 5}),
+)
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 9)]
 
 
@@ -29,8 +32,11 @@ def _serve(folder: Path, maker: FakeMaker | None, *, deterministic: bool) -> Log
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-def test_logits_are_the_same_with_and_without(deterministic: bool, tmp_path: Path) -> None:
-    folder, maker = TINY.save(tmp_path), FakeMaker()
+@pytest.mark.parametrize("tiny", MODELS, ids=str)
+def test_logits_are_the_same_with_and_without(
+    tiny: TinyModel, deterministic: bool, tmp_path: Path
+) -> None:
+    folder, maker = tiny.save(tmp_path), FakeMaker()
     expected = _serve(folder, None, deterministic=deterministic)
     actual = _serve(folder, maker, deterministic=deterministic)
     assert maker.num_replays == 2

@@ -9,13 +9,14 @@ import pytest
 import torch
 from cb_kernels import RaggedBatch
 from cb_kernels.triton import launch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cb_backend.config import EngineConfig
 from cb_backend.runtime.attention import StepAttention
 from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import load_model
+from cb_backend.runtime.models.mlp import SeparateExperts, StackedExperts
 from tests.models import TinyModel
 
 BLOCK_SIZE = 16
@@ -72,21 +73,39 @@ MODELS = (
     TinyModel("smollm3", "smollm3", _TWO_LAYERS | {"no_rope_layers": [1, 0]}),
     TinyModel("granite", "granite", _TWO_LAYERS | {"residual_multiplier": 0.7}),
 )
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES = (
+    TinyModel("mixtral", "mixtral", _TWO_LAYERS | {"num_local_experts": 5, "hidden_act": "gelu"}),
+    TinyModel(
+        "qwen3-moe", "qwen3_moe", _TWO_LAYERS | _EXPERTS | {"mlp_only_layers": [1], "head_dim": 16}
+    ),
+)
 
 
-@pytest.mark.parametrize("tiny", MODELS, ids=str)
-def test_logits_are_those_of_torch(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny.save(tmp_path)
-    config = EngineConfig(
-        model=str(tmp_path), dtype="float32", device="cpu", implementation="native"
-    )
+def _load(folder: Path) -> CausalModel:
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", implementation="native")
     model, implementation = load_model(config, torch.device("cpu"))
     assert implementation == "native"
     assert model.geometry.num_layers == 2
+    return model
+
+
+def _has(model: CausalModel, kind: type[nn.Module]) -> bool:
+    assert isinstance(model, nn.Module)
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+@pytest.mark.parametrize("tiny", MODELS + MIXTURES, ids=str)
+def test_logits_are_those_of_torch(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _load(tiny.save(tmp_path))
     interpreted = _logits(model)
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    if tiny in MIXTURES:
+        assert _has(model, StackedExperts)
+        model = _load(tmp_path)
+        assert _has(model, SeparateExperts)
     for ours, expected in zip(interpreted, _logits(model), strict=True):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
         assert not torch.equal(ours, expected)  # they are not the same code

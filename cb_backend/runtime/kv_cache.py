@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,9 +42,10 @@ class KVCacheSpec:
 class KVCache:
     """K and V of every layer in one allocation, cut into blocks of tokens.
 
-    On the CPU it is [L, 2, H_kv, N, block_size, D]: a head's block is contiguous, so gathering
-    blocks yields what a matrix product wants; inside, it is paired where the kernels take that.
-    Elsewhere [L, 2, N, block_size, H_kv, D].
+    Where the kernels in C take it, it is paired, and [N, L, 2, H_kv, block_size, D]: all of a block
+    lies together, in few pages, and memory is taken block by block. Elsewhere on a CPU it is
+    [L, 2, H_kv, N, block_size, D]: gathering a head's blocks yields what a matrix product wants.
+    On other devices [L, 2, N, block_size, H_kv, D].
     """
 
     def __init__(
@@ -54,18 +57,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        heads_outside = device.type == "cpu"
-        heads, blocks = (geometry.num_kv_heads,), (num_blocks, block_size)
-        shape = (*heads, *blocks) if heads_outside else (*blocks, *heads)
-        # Not zeroed: memory is taken as it is used, and see `clear`.
-        self.pool = torch.empty(
-            (geometry.num_layers, 2, *shape, geometry.head_dim), dtype=dtype, device=device
-        )
-        self.block_dim = 3 if heads_outside else 2
+        on_cpu = device.type == "cpu"
+        self._device, self._dtype = device, dtype
         self.block_size = block_size
         self.is_paired = (
-            heads_outside
-            and not uses_triton(self.pool)
+            on_cpu
+            and not uses_triton(torch.empty(0, device=device))
             and can_pair(
                 dtype,
                 block_size=block_size,
@@ -73,6 +70,14 @@ class KVCache:
                 group=geometry.num_heads // geometry.num_kv_heads,
             )
         )
+        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+        if self.is_paired:
+            self.block_dim, shape = 0, (num_blocks, layers, 2, heads, block_size, dim)
+        elif on_cpu:
+            self.block_dim, shape = 3, (layers, 2, heads, num_blocks, block_size, dim)
+        else:
+            self.block_dim, shape = 2, (layers, 2, num_blocks, block_size, heads, dim)
+        self.pool = self._allocate(shape)
         # By which float8 numbers are multiplied when they are read, of each head of K and of V. 1,
         # for want of a calibration; what is past 448 becomes 448.
         self.scales: tuple[Tensor, Tensor] | None = None
@@ -101,21 +106,30 @@ class KVCache:
         """
         num_kept = min(num_blocks, self.pool.shape[self.block_dim])
         kept = self.pool.narrow(self.block_dim, 0, num_kept).to("cpu", copy=True)
-        shape, device = list(self.pool.shape), self.pool.device
+        shape = list(self.pool.shape)
         shape[self.block_dim] = num_blocks
-        dtype = self.pool.dtype
         del self.pool, self.layers, self.paired
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.pool = self._allocate(shape)
         self.pool.narrow(self.block_dim, 0, num_kept).copy_(kept)
         self.layers = self._layers()
         self.paired = PairedCaches(self.layers) if self.is_paired else None
 
+    def _allocate(self, shape: Sequence[int]) -> Tensor:
+        """Not zeroed: memory is taken as it is used, and see `clear`."""
+        if not self.is_paired:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        memory = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        first = -memory.data_ptr() % mmap.PAGESIZE
+        return memory[first : first + num_bytes].view(self._dtype).view(shape)
+
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer as [N, block_size, H_kv, D] or the views of a paired cache."""
         if self.is_paired:
-            return [paired_views(k, v, self.block_size) for k, v in self.pool.flatten(-2)]
+            by_layer = self.pool.flatten(-2).permute(1, 2, 3, 0, 4)  # [L, 2, H_kv, N, ...]
+            return [paired_views(k, v, self.block_size) for k, v in by_layer]
         heads_outside = self.block_dim == 3
         return [(_logical(k, heads_outside), _logical(v, heads_outside)) for k, v in self.pool]
 

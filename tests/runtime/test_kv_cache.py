@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from cb_kernels import can_pair
 
 from cb_backend.config import EngineConfig
+from cb_backend.core.step_io import BlockCopy, CopyKind
 from cb_backend.errors import ConfigError
 from cb_backend.runtime import kv_cache, memory
+from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.models.interface import ModelGeometry
+from cb_backend.runtime.streams import HostStreams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GEOMETRY = ModelGeometry(
@@ -91,3 +96,29 @@ def test_clearing_blocks_zeroes_them_in_every_layer_and_no_other() -> None:
         for block in range(5):
             assert bool((v[block] == (0.0 if block in (1, 4) else 3.0)).all())
             assert bool(k[block].isnan().any()) == (block not in (1, 4))
+
+
+def test_a_paired_pool_has_all_of_a_block_together_and_keeps_it() -> None:
+    if not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=2):
+        pytest.skip("no products of bfloat16 pairs on this machine")
+    geometry = dataclasses.replace(GEOMETRY, head_dim=32)
+    cache = KVCache(geometry, 4, 16, dtype=torch.bfloat16, device=CPU)
+    assert cache.is_paired
+    assert cache.pool[1].is_contiguous()
+    cache.pool.copy_(torch.randn(cache.pool.shape))
+    before = [(k.clone(), v.clone()) for k, v in cache.layers]
+    assert not torch.equal(before[0][0], before[1][0])
+    cache.resize(6)
+    copier = BlockCopier(cache, HostStreams(), num_host_blocks=1)
+    fork = BlockCopy(CopyKind.FORK, 1, 4)
+    copier.run([fork, BlockCopy(CopyKind.OUT, 2, 0), BlockCopy(CopyKind.IN, 0, 5)])
+    for (k, v), (k_before, v_before) in zip(cache.layers, before, strict=True):
+        for now, then in ((k, k_before), (v, v_before)):
+            assert torch.equal(now[:4], then)
+            assert torch.equal(now[4:6], then[1:3])
+    cache.resize(2)
+    assert all(
+        torch.equal(k, then[:2]) for (k, _), (then, _) in zip(cache.layers, before, strict=True)
+    )
+    assert cache.paired is not None
+    assert cache.paired.shape[0] == 2

@@ -162,6 +162,6 @@ def recorded_logits(runner: ModelRunner) -> Iterator[Logits]:
 
     with (
         patch.object(runner._forward_pass, "logits", recorded),
-        patch.object(runner, "_host_steps", None),  # which give only the best
+        patch.object(runner, "_host_steps", None),  # which do not go that way
     ):
         yield logits

@@ -34,6 +34,7 @@ class HostSteps:
         self.copier = copier
         self.sampled = sampled
         self.tokens_of = tokens_of
+        self.under_way: HostStep | None = None
         self._last: HostStep | None = None
 
     def launch(self, inputs: StepInputs, copies: Sequence[BlockCopy]) -> HostStep:
@@ -47,8 +48,8 @@ class HostSteps:
 
     def close(self) -> None:
         """Nothing is under way afterwards."""
-        if self._last is not None:
-            self._last.abandon()
+        if self.under_way is not None:
+            self.under_way.abandon()
 
 
 class HostStep:
@@ -75,6 +76,7 @@ class HostStep:
                     self._steps.copier.run(self._copies)
             self._steps.sampled.fill(self._staged)
             self._run.begin()
+            self._steps.under_way = self
         except Exception as error:
             self._error = error
 
@@ -85,7 +87,7 @@ class HostStep:
     def result(self) -> StepResult:
         if not self._has_begun:  # the one before has failed
             self.begin()
-        self.is_over = True
+        self.is_over, self._steps.under_way = True, None
         if self._error is not None:
             raise self._error
         tokens = self._run.result()
@@ -98,5 +100,4 @@ class HostStep:
         return step_result(self._staged.inputs.request_ids, tokens.tolist())
 
     def abandon(self) -> None:
-        if self._has_begun and not self.is_over:
-            self._run.result()
+        self._run.result()

@@ -41,7 +41,8 @@ Outputs = dict[str, list[int]]
 
 
 class AheadRunner(ModelRunner):
-    """On a CPU, where there is nothing to gain by it, and with the ids kept as on a GPU."""
+    """On a CPU and a model without workers, where there is nothing to gain by it, and with the ids
+    kept as on a GPU."""
 
     def __init__(
         self, model: CausalModel, info: ModelInfo, config: EngineConfig, device: torch.device

@@ -214,6 +214,17 @@ def test_a_runner_is_closed_with_a_step_under_way(llama: Path) -> None:
         engine.close()
 
 
+def test_a_runner_is_closed_with_a_step_that_could_not_begin(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(llama)
+    fail_at(monkeypatch, DecoderRun, "begin", 1)
+    engine.add(make_request("a", prompt_of(9), max_tokens=5))
+    engine.step()
+    engine.close()
+    assert not hasattr(engine.executor, "_model")
+
+
 def feed_from_the_row_before(self: HostSampledIds, step: StagedStep) -> None:
     before = self._ids.copy()
     self._ids[:] = before[[-1, *range(len(before) - 1)]]

@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-/* One thread's, of one row: of each lane the first of the largest; a NaN is larger than all. */
+/* One member's, of one row: of each lane the first of the largest; a NaN is larger than all. */
 struct best {
     vf value;
     vi column;

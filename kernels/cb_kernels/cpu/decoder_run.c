@@ -103,10 +103,11 @@ int cb_begin_decoder(const struct model *m, const struct layer *layers, const st
 /* Works with the others up to the head. */
 void cb_help_decoder(struct run *run) { help_call(&run->call); }
 
-/* Works with the others up to the end; `run` is no more. */
-void cb_end_decoder(struct run *run) {
-    end_call(&run->call);
+/* Works with the others up to the end; `run` is no more. 0; 3 in another process than began it. */
+int cb_end_decoder(struct run *run) {
+    int status = end_call(&run->call) ? 0 : 3;
     free_run(run);
+    return status;
 }
 
 #endif

@@ -44,7 +44,8 @@ _SIGNATURES: dict[str, Sequence[object]] = {
 # Only where bfloat16 products are.
 _OF_PAIRS = ("cb_linear", "cb_begin_decoder", "cb_help_decoder", "cb_end_decoder")
 _RETURNS_INT = (
-    *("cb_attention", "cb_store_kv", "cb_store_kv_paired", "cb_begin_decoder"),
+    *("cb_attention", "cb_store_kv", "cb_store_kv_paired"),
+    *("cb_begin_decoder", "cb_end_decoder"),
     *("cb_has_pairs", "cb_has_int8"),
 )
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -105,10 +105,10 @@ static void multiply_few_rows(struct member *m, const uint16_t *x, int64_t x_str
     }
 }
 
-/* Panels and rows in jobs, each taken by the next free thread. */
-static void multiply_many_rows(struct member *m, const uint16_t *x, int64_t x_stride, const uint32_t *panels,
-                               const struct output *o, int64_t num_rows, int64_t num_in,
-                               int64_t num_out) {
+/* Panels and rows in jobs, each taken by the next free member. */
+static void multiply_many_rows(struct member *m, const uint16_t *x, int64_t x_stride,
+                               const uint32_t *panels, const struct output *o, int64_t num_rows,
+                               int64_t num_in, int64_t num_out) {
     int64_t num_panels = (num_out + PANEL - 1) / PANEL, panel_size = num_in / 2 * PANEL;
     int rows = rows_of_a_job(num_rows, num_panels, m->team->size);
     int64_t parts = (num_rows + rows - 1) / rows;
@@ -116,7 +116,7 @@ static void multiply_many_rows(struct member *m, const uint16_t *x, int64_t x_st
         int64_t panel = job / parts, part = job % parts, first = panel * PANEL;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
         int num = num_out - first < PANEL ? (int)(num_out - first) : PANEL;
-        /* The panel that this thread will want next, if the others are as fast. Many blocks fetch
+        /* The panel that this member will want next, if the others are as fast. Many blocks fetch
            past its end, what the job after that wants: 1% faster than to stop there. */
         int64_t next = panel + m->team->size;
         int fetches = part == 0 && next < num_panels;

@@ -241,16 +241,17 @@ static void multiply_few_int8_rows(struct member *m, const struct rounded *r,
     }
 }
 
-static void multiply_many_int8_rows(struct member *m, const struct rounded *r, const struct int8_weight *w,
-                                    const struct int8_output *o, int64_t num_rows,
-                                    int64_t num_out) {
+static void multiply_many_int8_rows(struct member *m, const struct rounded *r,
+                                    const struct int8_weight *w, const struct int8_output *o,
+                                    int64_t num_rows, int64_t num_out) {
     int64_t num_panels = (num_out + COLUMNS - 1) / COLUMNS;
-    int64_t parts = int8_parts(num_rows, num_panels, m->team->size), size = r->groups * GROUP_DWORDS * COLUMNS;
+    int64_t parts = int8_parts(num_rows, num_panels, m->team->size);
+    int64_t size = r->groups * GROUP_DWORDS * COLUMNS;
     FOR_JOBS(job, m, num_panels * parts, 1) {
         int64_t panel = job / parts, part = job % parts, first = panel * COLUMNS;
         int64_t start = num_rows * part / parts, stop = num_rows * (part + 1) / parts;
         int num = num_out - first < COLUMNS ? (int)(num_out - first) : COLUMNS;
-        /* The panel that this thread will want next, if the others are as fast. */
+        /* The panel that this member will want next, if the others are as fast. */
         int64_t next = panel + m->team->size;
         int fetches = part == 0 && next < num_panels;
         int blocks = (int)(stop - start + INT8_ROWS - 1) / INT8_ROWS;

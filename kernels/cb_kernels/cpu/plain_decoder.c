@@ -120,9 +120,9 @@ struct plan {
 /* The first half of a layer, up to what attention gives. A decoding token is placed by the jobs that
    attend to it, into a block that has been fetched for them. No other row may read the block that a
    row writes to: rows share only whole blocks that an earlier step has filled. */
-INLINE void attend_layer(struct member *me, const struct model *m, const struct layer *l, const struct step *s,
-                         int64_t index, const struct plan *plan, const struct problem *p,
-                         struct tile *tile) {
+INLINE void attend_layer(struct member *me, const struct model *m, const struct layer *l,
+                         const struct step *s, int64_t index, const struct plan *plan,
+                         const struct problem *p, struct tile *tile) {
     int64_t qkv_width = (m->heads + 2 * m->kv_heads) * m->dim;
     struct output qkv = {l->qkv_bias, NULL, 1.0f, 0, s->qkv, qkv_width, NULL};
     int is_last = index == m->num_layers - 1;
@@ -143,8 +143,8 @@ INLINE void attend_layer(struct member *me, const struct model *m, const struct 
 }
 
 /* The second half: projection and MLP, onto x. */
-INLINE void feed_forward(struct member *me, const struct model *m, const struct layer *l, const struct step *s,
-                         const struct tokens *t) {
+INLINE void feed_forward(struct member *me, const struct model *m, const struct layer *l,
+                         const struct step *s, const struct tokens *t) {
     struct output output = {l->output_bias, t->x, m->residual_scale, 0, t->x, m->hidden, NULL};
     struct output gated = {l->gate_up_bias, NULL, 1.0f, 1, s->gated, m->width, NULL};
     struct output down = {l->down_bias, t->x, m->residual_scale, 0, t->x, m->hidden, NULL};

@@ -100,7 +100,7 @@ class DecoderRun:
         self._is_over = False
 
     def begin(self) -> None:
-        """The workers compute it from now on. Raises IndexError for what is not there."""
+        """The workers compute it from now on. Once. Raises IndexError for what is not there."""
         status = self._library.cb_begin_decoder(*self._arguments, ctypes.byref(self._run))
         raise_for(status, "a token id, a wanted token, or a row's block or slot is not there")
 
@@ -110,20 +110,21 @@ class DecoderRun:
             self._library.cb_help_decoder(self._run)
 
     def result(self) -> Tensor:
-        """Take part in it to its end. Raises as `begin`, if it was not begun."""
+        """Take part in it to its end. Raises as `begin`, if it was not begun, and RuntimeError in
+        another process than began it."""
         if not self._is_over and not self._run:
             self.begin()
-        self._end()
+        if not self._end():
+            raise RuntimeError("a fork of this process began the step, and has its workers")
         return self._out
 
     def __del__(self) -> None:
         self._end()
 
-    def _end(self) -> None:
-        if self._run:
-            self._library.cb_end_decoder(self._run)
-            self._run = ctypes.c_void_p()
-        self._is_over = True
+    def _end(self) -> bool:
+        """Whether it came to its end."""
+        run, self._run, self._is_over = self._run, ctypes.c_void_p(), True
+        return not run or self._library.cb_end_decoder(run) == 0
 
 
 class PlainDecoder:

@@ -22,7 +22,9 @@ struct stage {
 struct team {
     int size;             /* members, if all come */
     struct stage *stages; /* zeros */
-    atomic_int reached;   /* all stages before this one are done */
+    /* All stages before this one are done. Who is late may set it back: then some are walked again,
+       and found done. */
+    atomic_int reached;
 };
 
 struct member {
@@ -55,7 +57,8 @@ INLINE struct turn enter_stage(struct member *m, int64_t num, int64_t at_once) {
     return t;
 }
 
-/* Whether there are jobs [from, to) to do, after those it did; without, the stage is done. */
+/* Whether there are jobs [from, to) to do, after those it did; without, the stage is done. A member
+   gets them in ascending order, on which best.h counts. */
 INLINE int take_jobs(struct turn *t) {
     if (!t->stage) return 0;
     t->finished += t->to - t->from;

@@ -1,7 +1,8 @@
 /* Threads that wait for calls, and work on each together with its caller.
 
-   `begin_call` returns at once: the workers begin while the caller does something else. By `help`
-   the caller works with them. A caller who finds no workers, or none that are free, does it all. */
+   `begin_call` returns at once: the workers begin while the caller does something else. By
+   `help_call` and `end_call` the caller works with them. A caller who finds no workers, or none that
+   are free, does it all. */
 #include <omp.h>
 #include <pthread.h>
 #include <signal.h>
@@ -18,17 +19,19 @@ struct call {
     walk_function *walk;
     const void *what;
     struct team team;
-    int joined;          /* members so far; under the lock */
-    atomic_int inside;   /* workers */
+    unsigned generation; /* of the workers, when it began */
+    int joined;          /* members so far; under the lock. A quick worker may join again as another */
+    atomic_int inside;   /* workers, of whom a late one may only be looking for jobs */
 };
 
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t posted;
+    unsigned generation; /* one more in each fork */
     int num, sleeping;
     struct call *first; /* calls under way, in their order */
     atomic_uint num_posted;
-} workers = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, NULL, 0};
+} workers = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, NULL, 0};
 
 /* Under the lock. A call that wants another worker, or NULL. */
 static struct call *call_to_join(void) {
@@ -67,12 +70,15 @@ static void *work(void *nothing) {
     return NULL;
 }
 
-/* Under the lock. Signals are the process's other threads' business. */
+/* Under the lock. Signals are the process's other threads' business, but for a fault's, which whoever
+   prints a traceback wants to see. */
 static void hire(int wanted) {
     sigset_t all, before;
     pthread_attr_t attributes;
     if (workers.num >= wanted || pthread_attr_init(&attributes)) return;
     sigfillset(&all);
+    sigdelset(&all, SIGSEGV), sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGFPE), sigdelset(&all, SIGILL);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_t thread;
@@ -81,11 +87,12 @@ static void hire(int wanted) {
     pthread_attr_destroy(&attributes);
 }
 
-/* In the child of a fork none of the threads is there, and no call under way is its own. */
+/* In the child of a fork none of the threads is there, and nobody ends a call that was under way. */
 static void begin_anew(void) {
     pthread_mutex_init(&workers.lock, NULL);
     pthread_cond_init(&workers.posted, NULL);
     workers.num = workers.sleeping = 0, workers.first = NULL;
+    workers.generation++;
 }
 
 static void mind_forks(void) { pthread_atfork(NULL, NULL, begin_anew); }
@@ -97,6 +104,7 @@ static void begin_call(struct call *call, walk_function *walk, const void *what,
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, mind_forks);
     pthread_mutex_lock(&workers.lock);
+    call->generation = workers.generation;
     hire(size - 1);
     struct call **end = &workers.first;
     while (*end) end = &(*end)->next;
@@ -108,12 +116,15 @@ static void begin_call(struct call *call, walk_function *walk, const void *what,
 
 /* The caller joins the others wherever they are, and leaves as early as the work has it. */
 static void help_call(struct call *call) {
+    if (call->generation != workers.generation) return;
     struct member caller = {.team = &call->team, .leaves_early = 1};
     call->walk(call->what, &caller);
 }
 
-/* The caller works with the others to the end. */
-static void end_call(struct call *call) {
+/* The caller works with the others to the end. Whether it came to that: in the child of a fork a call
+   of the parent's never does. */
+static int end_call(struct call *call) {
+    if (call->generation != workers.generation) return 0;
     struct member caller = {.team = &call->team};
     call->walk(call->what, &caller);
     pthread_mutex_lock(&workers.lock);
@@ -122,4 +133,5 @@ static void end_call(struct call *call) {
     *place = call->next;
     pthread_mutex_unlock(&workers.lock);
     for (int looks = 0; atomic_load(&call->inside);) pause_a_little(&looks);
+    return 1;
 }

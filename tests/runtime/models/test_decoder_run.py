@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -164,3 +165,30 @@ def test_a_fork_has_workers_of_its_own(model: Decoder) -> None:
         time.sleep(0.01)
     assert os.waitstatus_to_exitcode(done[1]) == 0
     assert run.result().tolist() == ids
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_fork_lets_go_of_its_parent_s_step(model: Decoder, num_threads: int, asks: bool) -> None:
+    """Nobody computes that one in the child, whose copy of the run goes like any other object. Who
+    asks for its result is told."""
+    torch.set_num_threads(num_threads)
+    for number in range(6):
+        run = prepared(model, PROMPTS, only_best=True)
+        run.begin()
+        time.sleep(number * 1e-4)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            code = 0
+            if asks:
+                run.help()
+                try:
+                    run.result()
+                    code = 1
+                except RuntimeError:
+                    pass
+            del run
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        run.result()

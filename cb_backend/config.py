@@ -55,7 +55,7 @@ class EngineConfig:
     priority_ageing_s: float = 10.0  # seconds of waiting that are worth one level of priority
     tenant_weights: Mapping[str, float] | None = None  # shares under fair; who is not named has 1
 
-    num_threads: int | None = None  # CPU threads of a step; None: torch's choice
+    num_threads: int | None = None  # CPU threads of a step; None: what there are
     step_timeout_s: float = 120.0  # a step that runs longer is a hang: the engine is dead
     drain_timeout_s: float = 30.0  # what running requests get to finish in at shutdown
     record: str | None = None  # file for arrivals and decisions, to replay and to plan with

@@ -1,8 +1,9 @@
-"""Chooses the device and the dtype that a model runs in. Engine thread, at load."""
+"""Chooses what a model runs on and in: device, CPU threads, dtypes. Engine thread, at load."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from cb_kernels import uses_triton
@@ -31,6 +32,23 @@ def choose_device(name: str) -> torch.device:
             field="device",
         )
     return device
+
+
+def choose_num_threads(wanted: int | None, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The CPU threads of a config's `num_threads`; None: as many as torch would take, and no more
+    than the container may run at once: others would stop all when its time is used up."""
+    if wanted is not None:
+        return wanted
+    num_threads = torch.get_num_threads()
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        allowed = int(quota) // int(period)
+    except (OSError, ValueError):  # no cgroup v2 here, or its limit is the word "max"
+        return num_threads
+    if allowed < num_threads:
+        num_threads = max(1, allowed)
+        logger.info("CPU threads: %d, the container's limit", num_threads)
+    return num_threads
 
 
 def choose_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:

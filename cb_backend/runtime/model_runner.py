@@ -34,7 +34,7 @@ from cb_backend.errors import ModelError
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
-from cb_backend.runtime.device import choose_cache_dtype, choose_device
+from cb_backend.runtime.device import choose_cache_dtype, choose_device, choose_num_threads
 from cb_backend.runtime.forward_pass import ForwardPass
 from cb_backend.runtime.host_logit_editor import HostLogitEditor
 from cb_backend.runtime.host_steps import HostSteps
@@ -59,8 +59,7 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
 
     Raises ConfigError and ModelError.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(choose_num_threads(config.num_threads))
     device = choose_device(config.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # of this thread: graphs are captured where it stands

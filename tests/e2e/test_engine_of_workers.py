@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cb_kernels import DecoderRun, can_pair
+from cb_kernels import DecoderRun
 from torch import Tensor
 
 from cb_backend.core.request import FinishReason
@@ -22,13 +22,11 @@ from cb_backend.runtime.staging import StagedStep
 from tests.e2e.test_engine_ahead_on_models import Outputs, engine_of, requests, run
 from tests.fakes import make_request
 from tests.models import TinyModel
+from tests.needs import needs_pairs
 from tests.runtime.driving import prompt_of
 from tests.runtime.models.test_plain_decoder import PLAIN
 
-pytestmark = pytest.mark.skipif(
-    not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=3),
-    reason="no products of bfloat16 pairs on this machine",
-)
+pytestmark = needs_pairs
 NAMES = ("llama", "biases", "mistral-window")
 SCHEDULES: dict[str, dict[str, object]] = {
     "wide": {},

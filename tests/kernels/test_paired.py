@@ -17,7 +17,9 @@ from cb_kernels import (
 from torch import Tensor
 
 from tests.kernels.cases import SENTINEL, Case, Inputs, attend, make_inputs
+from tests.needs import needs_pairs
 
+pytestmark = needs_pairs
 BF16 = torch.bfloat16
 
 _ROWS = ((1, 1), (1, 31), (1, 32), (1, 33), (40, 97), (1, 64), (33, 33), (1, 130), (5, 80), (1, 16))
@@ -40,12 +42,6 @@ OPTIONS = [
     dataclasses.replace(CASES[1], name="sinks", sinks=True),
     dataclasses.replace(CASES[2], name="all", sliding_window=70, soft_cap=2.0, sinks=True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _needs_the_kernels() -> None:
-    if not can_pair(BF16, block_size=16, head_dim=16, group=1):
-        pytest.skip("no products of bfloat16 pairs on this machine")
 
 
 def empty_pair(num_blocks: int, case: Case, value: float) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from cb_kernels import can_pair
 from cb_kernels.cpu import library
 
 from cb_backend.core.sampling_params import SamplingParams
@@ -17,6 +15,7 @@ from cb_backend.runtime.model_runner import ModelRunner
 from gpu_check.serving import Logits, recorded_logits
 from tests.e2e.serving_process import default_model
 from tests.models import FALLBACK, TinyModel
+from tests.needs import needs_pairs
 from tests.runtime.driving import Driver, load_runner, prompt_of
 from tests.runtime.logits import differing
 
@@ -124,9 +123,8 @@ def test_without_it_they_differ(tmp_path: Path) -> None:
     assert any(differing(way, ways[0]) for way in ways[1:])
 
 
+@needs_pairs
 def test_a_plain_model_in_c_keeps_its_batches(tmp_path: Path) -> None:
-    if not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=3):
-        pytest.skip("no products of bfloat16 pairs on this machine")
     folder = MODELS[0].save(tmp_path)
     for dtype, by_token in (("bfloat16", False), ("float32", True)):
         runner = load_runner(folder, dtype=dtype, block_size=16, deterministic=True)

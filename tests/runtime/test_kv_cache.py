@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cb_kernels import can_pair
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.step_io import BlockCopy, CopyKind
@@ -17,6 +16,7 @@ from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.kv_cache import KVCache, KVCacheSpec, size_kv_cache
 from cb_backend.runtime.models.interface import ModelGeometry
 from cb_backend.runtime.streams import HostStreams
+from tests.needs import needs_pairs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GEOMETRY = ModelGeometry(
@@ -98,9 +98,8 @@ def test_clearing_blocks_zeroes_them_in_every_layer_and_no_other() -> None:
             assert bool(k[block].isnan().any()) == (block not in (1, 4))
 
 
+@needs_pairs
 def test_a_paired_pool_has_all_of_a_block_together_and_keeps_it() -> None:
-    if not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=2):
-        pytest.skip("no products of bfloat16 pairs on this machine")
     geometry = dataclasses.replace(GEOMETRY, head_dim=32)
     cache = KVCache(geometry, 4, 16, dtype=torch.bfloat16, device=CPU)
     assert cache.is_paired

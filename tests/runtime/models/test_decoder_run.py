@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cb_kernels import DecoderRun, can_pair
+from cb_kernels import DecoderRun
 from torch import Tensor
 
 from cb_backend.runtime.models.decoder import Decoder
+from tests.needs import needs_pairs
 from tests.runtime.logits import packed_step
 from tests.runtime.models.test_plain_decoder import PLAIN, PROMPTS, load
 
-pytestmark = pytest.mark.skipif(
-    not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=3),
-    reason="no products of bfloat16 pairs on this machine",
-)
+pytestmark = needs_pairs
 NUMS_THREADS = (1, 2, 3, 7)  # more than there are cores, too
 
 

@@ -14,11 +14,7 @@ from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.models.embedding import Embedding
 from cb_backend.runtime.models.loader import load_model
 from tests.models import TinyModel
-
-needs_pairs = pytest.mark.skipif(
-    pack_linear(torch.zeros(16, 2, dtype=torch.bfloat16), None, gated=False) is None,
-    reason="no kernel in C with bfloat16 products here",
-)
+from tests.needs import needs_pairs
 
 
 @needs_pairs

@@ -16,7 +16,6 @@ from cb_kernels import (
     PlainDecoder,
     RaggedBatch,
     TurnTables,
-    can_pair,
     pack_linear,
     paired_views,
 )
@@ -28,9 +27,11 @@ from cb_backend.runtime.kv_cache import KVCache
 from cb_backend.runtime.models.decoder import Decoder
 from cb_backend.runtime.models.loader import load_model
 from tests.models import TinyModel
+from tests.needs import needs_pairs
 from tests.runtime.driving import prompt_of
 from tests.runtime.logits import packed_logits
 
+pytestmark = needs_pairs
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 16, 5, 40, 33, 150)]
 _FITS = {"head_dim": 32, "intermediate_size": 96, "vocab_size": 208}
 
@@ -62,12 +63,6 @@ OTHERS = [
     TinyModel("post-norms", "gemma2", _FITS | {"query_pre_attn_scalar": 20, "sliding_window": 9}),
     TinyModel("experts", "mixtral", _FITS | {"num_local_experts": 3, "num_experts_per_tok": 2}),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _needs_the_kernels() -> None:
-    if not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=3):
-        pytest.skip("no products of bfloat16 pairs on this machine")
 
 
 def load(tiny: TinyModel, folder: Path) -> Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 
 import pytest
 
@@ -193,10 +194,10 @@ def test_forks_of_a_prompt_whose_last_token_came_alone_are_queued() -> None:
 def count_taken_in(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How often a whole cohort goes on with what a step has brought."""
     counter: Counter[bool] = Counter()
-    take_in = Cohort.take_in
+    take_in: Callable[..., list[TokenEvent] | None] = Cohort.take_in
 
     def counted(self: Cohort, *args: object) -> list[TokenEvent] | None:
-        events = take_in(self, *args)  # type: ignore[arg-type]
+        events = take_in(self, *args)
         if events is not None:
             counter[True] += 1
         return events

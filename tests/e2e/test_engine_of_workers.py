@@ -231,10 +231,10 @@ def feed_from_the_row_before(self: HostSampledIds, step: StagedStep) -> None:
 
 
 def keep_a_step_late(self: HostSampledIds, step: StagedStep, token_ids: Tensor) -> None:
-    late = getattr(self, "late", None)
+    late = vars(self).get("late")
     if late is not None:
         KEEP(self, *late)
-    self.late = (step, token_ids)  # type: ignore[attr-defined]
+    vars(self)["late"] = step, token_ids
 
 
 FILL, KEEP = HostSampledIds.fill, HostSampledIds.keep

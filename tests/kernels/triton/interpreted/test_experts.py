@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -207,10 +208,12 @@ def test_what_does_not_fit_is_refused() -> None:
     x, weights, chosen = torch.ones(3, 48), torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int64)
     gate_up, down = torch.ones(NUM_EXPERTS, 48, 48), torch.ones(NUM_EXPERTS, 48, 24)
 
+    mix: Callable[..., Tensor] = mix_experts
+
     def refused(match: str, **changes: object) -> None:
         named = {"x": x, "gate_up": gate_up, "down": down, "weights": weights, "chosen": chosen}
         with pytest.raises(ValueError, match=match):
-            mix_experts(**(named | {"activation": "silu"} | changes))  # type: ignore[arg-type]
+            mix(**(named | {"activation": "silu"} | changes))
 
     refused("behind them", down=torch.ones(NUM_EXPERTS, 48, 23))
     refused("behind them", down=torch.ones(48, 24))

@@ -17,6 +17,7 @@ import time
 from itertools import pairwise
 from typing import get_args
 
+import psutil
 import record
 from workload import Requests, requests_of, workload
 
@@ -93,14 +94,23 @@ async def _token_times(
 
 
 async def load(config: EngineConfig) -> AsyncEngine:
-    """A running engine that has computed something already."""
+    """A running engine that has computed something already, and has its memory."""
     engine = create_engine(config)
     while not engine.is_ready:
         if not engine.is_alive:
             sys.exit(f"error: {engine.status_text}")
         await asyncio.sleep(0.05)
     await measure(engine, workload(seed=1)[:NUM_WARM_UP], cache_salt="warm up")
+    await until_memory_is_there()
     return engine
+
+
+async def until_memory_is_there() -> None:
+    """An idle engine touches its KV pool, as vLLM does before it is ready."""
+    process, before = psutil.Process(), 0
+    while (now := process.memory_info().rss) > before:
+        before = now
+        await asyncio.sleep(0.2)
 
 
 def config(quantization: Quantization | None = None) -> EngineConfig:

@@ -101,6 +101,7 @@ class ShadowExecutor:
         self.launched: deque[StepPlan] = deque()  # and not begun
         self.fail_rows: set[str] = set()
         self.free = 2**40  # bytes
+        self.idle_pieces = 0  # of what is to be done in idle time
         self.resizes: list[PoolResize] = []
         self.saved: dict[str, dict[bytes, list[tuple[int, int]]]] = {}  # by path, for all runs
         self.closed = threading.Event()
@@ -170,6 +171,11 @@ class ShadowExecutor:
 
     def free_bytes(self) -> int:
         return self.free
+
+    def use_idle_time(self) -> bool:
+        assert not self.launched, "the device is not idle"
+        self.idle_pieces -= 1
+        return self.idle_pieces >= 0
 
     def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
         self.saved[path] = {digest: list(self._cache[b]) for digest, b in blocks.items()}

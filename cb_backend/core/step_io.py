@@ -213,6 +213,11 @@ class Executor(Protocol):
         """Memory of the device that nobody uses."""
         ...
 
+    def use_idle_time(self) -> bool:
+        """With no step in flight and nothing to compute: spend about a millisecond on what would
+        delay a later step. False: nothing is left of it. Raises nothing."""
+        ...
+
     def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
         """Write these blocks and their digests to a file. Raises OSError."""
         ...

@@ -28,6 +28,8 @@ _BLOCK_SIZE = {"cpu": 32, "cuda": 16}
 _CPU_MOST_BYTES = 4 * _GIB
 _CPU_SHARE = 0.25
 
+_PIECE = 2**20  # bytes of a pool that are touched at once: a millisecond, or four on a slow host
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
@@ -78,6 +80,7 @@ class KVCache:
         else:
             self.block_dim, shape = 2, (layers, 2, num_blocks, block_size, heads, dim)
         self.pool = self._allocate(shape)
+        self._num_touched = 0  # bytes, from the pool's start
         # By which float8 numbers are multiplied when they are read, of each head of K and of V. 1,
         # for want of a calibration; what is past 448 becomes 448.
         self.scales: tuple[Tensor, Tensor] | None = None
@@ -98,6 +101,21 @@ class KVCache:
         index = torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
         self.pool.index_fill_(self.block_dim, index, 0)
 
+    @property
+    def num_untouched_bytes(self) -> int:
+        """Of a pool on the CPU: what the system has yet to find memory for, as far as is known."""
+        return self.pool.nbytes - self._num_touched if self._device.type == "cpu" else 0
+
+    def touch_more(self) -> None:
+        """Have the system find memory for the next piece of a pool on the CPU, whose contents stay.
+
+        A step that is the first to write to it would wait for that instead: up to four seconds a
+        GiB under a hypervisor that has to ask its host.
+        """
+        piece = self.pool.view(-1).view(torch.uint8)[self._num_touched :][:_PIECE]
+        piece[:: mmap.PAGESIZE].bitwise_or_(0)
+        self._num_touched += piece.nbytes
+
     def resize(self, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks, or add as many as are missing.
 
@@ -112,12 +130,13 @@ class KVCache:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.pool = self._allocate(shape)
+        self._num_touched = 0
         self.pool.narrow(self.block_dim, 0, num_kept).copy_(kept)
         self.layers = self._layers()
         self.paired = PairedCaches(self.layers) if self.is_paired else None
 
     def _allocate(self, shape: Sequence[int]) -> Tensor:
-        """Not zeroed: memory is taken as it is used, and see `clear`."""
+        """Not zeroed: see `clear`. On the CPU memory is taken as it is touched."""
         if not self.is_paired:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
         num_bytes = math.prod(shape) * self._dtype.itemsize

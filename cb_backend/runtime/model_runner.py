@@ -30,7 +30,7 @@ from cb_backend.core.step_io import (
     StepRows,
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
-from cb_backend.errors import ModelError
+from cb_backend.errors import ConfigError, ModelError
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
@@ -168,6 +168,19 @@ class ModelRunner:
     def free_bytes(self) -> int:
         """Memory of the device that nobody uses."""
         return available_bytes(self._device, memory_fraction=1.0)
+
+    def use_idle_time(self) -> bool:
+        """See `Executor.use_idle_time`. The pool never takes more than half of the memory that is
+        free before a request needs it."""
+        missing = self._cache.num_untouched_bytes
+        try:
+            if not missing or self.free_bytes() < 2 * missing:
+                return False
+        except ConfigError:  # a system that does not tell
+            return False
+        with torch.inference_mode():
+            self._cache.touch_more()
+        return True
 
     def save_blocks(self, path: str, blocks: Mapping[bytes, int]) -> None:
         """See `Executor.save_blocks`."""

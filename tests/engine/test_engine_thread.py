@@ -191,3 +191,21 @@ def test_at_the_drains_deadline_readers_are_told_before_the_cache_is_saved(start
     gate.open()
     assert receiver.wait_for_end("a").error is not None
     saving.set()
+
+
+def test_idle_time_is_used_until_nothing_is_left_and_not_while_there_is_work(start: Start) -> None:
+    gate, receiver = Gate(), RecordingReceiver()
+    executor = ShadowExecutor(before_step=gate)
+    executor.idle_pieces = 10**9
+    thread = ready(start(executor))
+    eventually(lambda: executor.idle_pieces < 10**9)
+    thread.submit(make_request("a", [1], max_tokens=20), receiver)
+    assert gate.reached.wait(10.0)
+    left = executor.idle_pieces
+    gate.open()
+    assert receiver.wait_for_end("a").error is None
+    eventually(lambda: executor.idle_pieces < left)
+    executor.idle_pieces = 3
+    eventually(lambda: executor.idle_pieces == -1)
+    thread.submit(make_request("b", [1], max_tokens=1), receiver)
+    assert receiver.wait_for_end("b").error is None

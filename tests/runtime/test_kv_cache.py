@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -121,3 +124,39 @@ def test_a_paired_pool_has_all_of_a_block_together_and_keeps_it() -> None:
     )
     assert cache.paired is not None
     assert cache.paired.shape[0] == 2
+
+
+def test_a_pool_is_touched_piece_by_piece_once_and_keeps_what_it_holds() -> None:
+    cache = KVCache(GEOMETRY, 5000, 4, dtype=torch.float32, device=CPU)
+    cache.pool.copy_(torch.randn(cache.pool.shape))
+    before = cache.pool.clone()
+    missing = [cache.num_untouched_bytes]
+    assert missing[0] == cache.pool.nbytes > 2**21
+    while cache.num_untouched_bytes:
+        cache.touch_more()
+        missing.append(cache.num_untouched_bytes)
+    assert missing[-1] == 0
+    assert all(0 < more - less <= 2**20 for more, less in pairwise(missing))
+    assert torch.equal(cache.pool, before)
+    cache.resize(6000)
+    assert cache.num_untouched_bytes == cache.pool.nbytes
+
+
+def test_the_first_steps_do_not_wait_for_the_pools_memory_once_it_is_touched() -> None:
+    cache = KVCache(GEOMETRY, 40_000, 4, dtype=torch.float32, device=CPU)
+    assert _share_resident(cache.pool) < 0.1
+    while cache.num_untouched_bytes:
+        cache.touch_more()
+    assert _share_resident(cache.pool) == 1.0
+
+
+def _share_resident(x: torch.Tensor) -> float:
+    """Of its whole pages."""
+    start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_pages = (x.data_ptr() + x.nbytes - start) // mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * num_pages)()
+    libc = ctypes.CDLL(None)
+    assert (
+        libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_pages * mmap.PAGESIZE), pages) == 0
+    )
+    return sum(page & 1 for page in pages) / num_pages

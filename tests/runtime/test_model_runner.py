@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.sampling_params import SamplingParams
-from cb_backend.core.step_io import StepPlan
+from cb_backend.core.step_io import PoolResize, StepPlan
 from cb_backend.errors import ConfigError, InternalError, ModelError
+from cb_backend.runtime import model_runner
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.loader import load_model
 from tests.models import FALLBACK, LLAMA, NATIVE, TinyModel
@@ -236,3 +237,27 @@ def test_weights_that_are_no_numbers_are_found_before_the_first_request(tmp_path
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="not finite"):
         load_runner(tmp_path)
+
+
+def test_idle_time_goes_into_the_pool_unless_it_would_take_half_of_what_is_free(
+    llama: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = llama.runner(num_kv_blocks=20_000)
+    info = runner.model_info
+    pool = info.num_blocks * info.bytes_per_block
+    monkeypatch.setattr(model_runner, "available_bytes", lambda *_, **__: 2 * pool - 1)
+    assert not runner.use_idle_time()
+    monkeypatch.setattr(model_runner, "available_bytes", lambda *_, **__: 2 * pool)
+    num_pieces = 0
+    while runner.use_idle_time():
+        num_pieces += 1
+    assert num_pieces == -(-pool // 2**20) > 1
+    runner.resize(PoolResize(10_000, (), {}))
+    assert runner.use_idle_time()
+
+    def does_not_tell(*_: object, **__: object) -> int:
+        raise ConfigError("cannot tell")
+
+    monkeypatch.setattr(model_runner, "available_bytes", does_not_tell)
+    assert not runner.use_idle_time()
+    runner.close()

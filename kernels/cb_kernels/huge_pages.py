@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _HUGE = 2**21  # bytes
-_CHUNK = 2**25
+_CHUNK = 2**28  # of addresses; of memory what is used, and the rest of the last page
 _LINE = 64
 
 

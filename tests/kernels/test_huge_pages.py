@@ -37,7 +37,8 @@ def test_what_does_not_lie_in_a_row_is_laid_so() -> None:
     assert torch.equal(copied, x)
 
 
-def test_one_larger_than_a_chunk_has_its_own() -> None:
+def test_one_larger_than_a_chunk_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_CHUNK", 2**22)
     x = torch.ones(huge_pages._CHUNK + 5, dtype=torch.uint8)
     pages = HugePages()
     small, large, later = pages.copy(x[:3]), pages.copy(x), pages.copy(x[:3])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -80,7 +80,7 @@ class WithoutModel(cheap.CheapExecutor):
 class Reader:
     """A receiver that reads nothing."""
 
-    def deliver(self, events: list[TokenEvent]) -> bool:
+    def deliver(self, events: Sequence[TokenEvent]) -> bool:
         return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cb_backend.core.step_io import TokenEvent
 
@@ -20,7 +20,7 @@ class RecordingReceiver:
     def events(self) -> list[TokenEvent]:
         return [event for batch in self.batches for event in batch]
 
-    def deliver(self, events: list[TokenEvent]) -> bool:
+    def deliver(self, events: Sequence[TokenEvent]) -> bool:
         with self._changed:
             self.batches.append(events)
             self._changed.notify_all()

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from cb_backend.core.request import Request
-from cb_backend.core.step_io import StepResult, TokenEvent, events_of
+from cb_backend.core.step_io import NextTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Cohort:
 
     def take_in(
         self, num_on: int, step: int, result: StepResult, now: float, seconds: float
-    ) -> list[TokenEvent] | None:
+    ) -> NextTokens | None:
         """Give each what a step sampled for it, and charge it with so many seconds, its share; an
         event for each. None, with nothing done, if the result is none to go on with: somebody
         fails, ends, gets more than one token, or is to have its prompt pinned."""
@@ -81,5 +80,4 @@ class Cohort:
         for request, token_id in zip(self.requests, token_ids, strict=True):
             request.device_seconds += seconds
             request.token_ids.append(token_id)
-        columns = (self.request_ids, sampled, repeat(step), repeat(now), self.num_cached_tokens)
-        return events_of(zip(*columns, *repeat(repeat(None), 3), strict=False))
+        return NextTokens(self.request_ids, sampled, step, now, self.num_cached_tokens)

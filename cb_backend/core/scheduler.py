@@ -13,6 +13,7 @@ the executor carries steps out in their order, so whoever gets them writes later
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.policies import Policy
@@ -89,7 +90,7 @@ class Scheduler:
 
     def update(
         self, plan: StepPlan, result: StepResult, now: float, seconds: float = 0.0
-    ) -> list[TokenEvent]:
+    ) -> Sequence[TokenEvent]:
         """Take in what `plan` computed in so many seconds, which its requests are charged with;
         returns an event for each request that moved visibly."""
         self.blocks.pins.expire(now)

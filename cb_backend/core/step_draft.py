@@ -12,7 +12,7 @@ from typing import TypeVar
 from cb_backend.core.cohort import Cohort
 from cb_backend.core.kv_blocks import KVBlocks
 from cb_backend.core.request import Request
-from cb_backend.core.step_io import Admission, StepPlan, StepResult, StepRows, TokenEvent
+from cb_backend.core.step_io import Admission, NextTokens, StepPlan, StepResult, StepRows
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class StepDraft:
 
     def take_in(
         self, num_changes: int, step: int, result: StepResult, now: float, seconds: float
-    ) -> list[TokenEvent] | None:
+    ) -> NextTokens | None:
         """See `Cohort.take_in`. None also if something has changed since."""
         if self.cohort is None or num_changes != self.num_changes:
             return None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from cb_backend.core.request import FinishReason, RequestCost
 from cb_backend.core.sampling_params import SamplingParams
@@ -136,6 +136,33 @@ class TokenEvent(NamedTuple):  # a tuple: a step makes hundreds, see `events_of`
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None  # set exactly when finish_reason is ERROR
     cost: RequestCost | None = None  # set with the finish_reason of a request that was queued
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens(Sequence[TokenEvent]):
+    """The events of requests that all got a token and go on, field by field: they need not be made
+    before somebody looks at one. Iterate for the events themselves."""
+
+    request_ids: tuple[str, ...]
+    token_ids: Sequence[tuple[int, ...]]  # of each
+    step: int
+    time: float
+    num_cached_tokens: tuple[int, ...]  # of each
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        steps, times, nothing = repeat(self.step), repeat(self.time), repeat(None)
+        columns = (self.request_ids, self.token_ids, steps, times, self.num_cached_tokens)
+        return iter(events_of(zip(*columns, *repeat(nothing, 3), strict=False)))
+
+    @overload
+    def __getitem__(self, index: int) -> TokenEvent: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenEvent]: ...
+    def __getitem__(self, index: int | slice) -> TokenEvent | Sequence[TokenEvent]:
+        return list(self)[index]
 
 
 def events_of(fields: Iterable[tuple[object, ...]]) -> list[TokenEvent]:

@@ -7,7 +7,7 @@ and launches the next one, and takes in what the one before has brought, while t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cb_backend.config import EngineConfig
 from cb_backend.core.admission import AdmissionLimits, refusal
@@ -17,7 +17,14 @@ from cb_backend.core.rates import StepRates, TokenBudget
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.scheduler import Scheduler
 from cb_backend.core.scheduler_limits import SchedulerLimits
-from cb_backend.core.step_io import Executor, ModelInfo, StepPlan, StepResult, TokenEvent
+from cb_backend.core.step_io import (
+    Executor,
+    ModelInfo,
+    NextTokens,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from cb_backend.engine.launched_step import LaunchedStep, launch
 from cb_backend.engine.recorder import RecordedSettings, Recorder
 from cb_backend.engine.stats import EngineStats, StatsRecorder
@@ -64,7 +71,7 @@ class Engine:
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work
 
-    def add(self, request: Request) -> list[TokenEvent]:
+    def add(self, request: Request) -> Sequence[TokenEvent]:
         """Queue a request; one that is refused ends at once, with an error event."""
         self.assert_thread()
         try:
@@ -81,12 +88,12 @@ class Engine:
         self.recording.arrived(request)
         return []
 
-    def abort(self, request_id: str) -> list[TokenEvent]:
+    def abort(self, request_id: str) -> Sequence[TokenEvent]:
         self.assert_thread()
         self.recording.aborting(request_id)
         return self._record(self.scheduler.abort(request_id, self.clock()))
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> Sequence[TokenEvent]:
         """One forward pass: what is known of every request grows, and some end. Running ahead,
         what it brings is that of the pass before, and the first brings nothing."""
         self.assert_thread()
@@ -94,16 +101,16 @@ class Engine:
         if before is not None and (self.scheduler.only_awaits or not self.scheduler.has_work):
             return self.collect()
         self._in_flight = after = self._launch()
-        events = []
+        events: Sequence[TokenEvent] = []
         if before is not None:
             result = before.result()
-            events += self._land(before, result)
+            events = self._land(before, result)
             if isinstance(result, ErrorInfo):  # it may have read what was never computed
                 after.result()
                 self._in_flight = None
-                return events + self._land(after, result)
+                return [*events, *self._land(after, result)]
         if not self._runs_ahead or after.has_failed:
-            events += self.collect()
+            return [*events, *self.collect()] if events else self.collect()
         return events
 
     def help(self) -> None:
@@ -118,7 +125,7 @@ class Engine:
         self.assert_thread()
         return self.executor.use_idle_time()
 
-    def collect(self) -> list[TokenEvent]:
+    def collect(self) -> Sequence[TokenEvent]:
         """Wait for the step in flight, if there is one; afterwards there is none."""
         self.assert_thread()
         if (step := self._in_flight) is None:
@@ -163,7 +170,7 @@ class Engine:
         num_preemptions = self.scheduler.planner.num_preemptions
         return LaunchedStep(plan, launch(self.executor, plan), began, num_preemptions)
 
-    def _land(self, step: LaunchedStep, result: StepResult | ErrorInfo) -> list[TokenEvent]:
+    def _land(self, step: LaunchedStep, result: StepResult | ErrorInfo) -> Sequence[TokenEvent]:
         ended = self.clock()
         started = max(step.began, self._last_ended)  # the device takes one step after the other
         self._last_ended, seconds = ended, ended - started
@@ -179,19 +186,20 @@ class Engine:
 
     def _update(
         self, plan: StepPlan, result: StepResult | ErrorInfo, now: float, seconds: float
-    ) -> list[TokenEvent]:
+    ) -> Sequence[TokenEvent]:
         if isinstance(result, ErrorInfo):
-            events = self.scheduler.fail(plan, result, now, seconds)
+            failed = self.scheduler.fail(plan, result, now, seconds)
             self.check()
-            return events
+            return failed
         events = self.scheduler.update(plan, result, now, seconds)
         if self._check_every_step:
             self.check()
         return events
 
-    def _record(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        self.recorder.record_events(events)
-        self.recording.ended(events)
+    def _record(self, events: Sequence[TokenEvent]) -> Sequence[TokenEvent]:
+        if not isinstance(events, NextTokens):  # else none is a last one
+            self.recorder.record_events(events)
+            self.recording.ended(events)
         return events
 
     def assert_thread(self) -> None:

@@ -164,7 +164,7 @@ class EngineThread:
                 case Stop(deadline):
                     self._stop_at = min(deadline, self._stop_at or deadline)
 
-    def _publish(self, engine: Engine, events: list[TokenEvent]) -> None:
+    def _publish(self, engine: Engine, events: Sequence[TokenEvent]) -> None:
         if self.life.is_dead:
             return  # the watchdog has ended every stream while this step hung
         for request_id in self.output_queue.publish(events) if events else ():

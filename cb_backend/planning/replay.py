@@ -7,7 +7,7 @@ the recorded number of tokens. A step that was in flight while other things happ
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cb_backend.config import EngineConfig
@@ -168,7 +168,7 @@ class Replay:
             return ""
         return f"request {end.number} {recorded}; replayed, it {replayed}"
 
-    def _take(self, events: list[TokenEvent]) -> None:
+    def _take(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             if event.finish_reason is not None:
                 request, _ = self._live.pop(event.request_id)

@@ -121,7 +121,7 @@ class VirtualReplica:
                 token_ids[row.request_id] = (sequence[request.num_tokens],)
         return StepResult(token_ids, {})
 
-    def _take(self, events: list[TokenEvent]) -> None:
+    def _take(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             self._served[event.request_id].times.append(self._clock)
             if event.finish_reason is not None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
 from cb_backend.config import EngineConfig
@@ -142,7 +142,7 @@ class _LoopStreams:
         stream = self._by_id[request_id] = TokenStream(on_drop=lambda: abort(request_id))
         return stream
 
-    def _fan_out(self, events: list[TokenEvent]) -> None:
+    def _fan_out(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             if (stream := self._by_id.get(event.request_id)) is None:
                 continue

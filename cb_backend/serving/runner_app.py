@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -177,7 +177,7 @@ class _Session:
         for tag in list(self._request_ids):
             self.abort(tag)
 
-    def _on_step(self, events: list[TokenEvent]) -> None:
+    def _on_step(self, events: Sequence[TokenEvent]) -> None:
         tagged: list[tuple[int, TokenEvent]] = []
         for event in events:
             if (tag := self._tags.get(event.request_id)) is None:

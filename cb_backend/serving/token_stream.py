@@ -7,7 +7,7 @@ that the engine thread calls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cb_backend.core.request import RequestCost
 from cb_backend.core.step_io import TokenEvent
@@ -18,12 +18,12 @@ class LoopReceiver:
     """A Receiver that moves each step's events onto `loop` with a single wake-up."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_batch: Callable[[list[TokenEvent]], None]
+        self, loop: asyncio.AbstractEventLoop, on_batch: Callable[[Sequence[TokenEvent]], None]
     ) -> None:
         self._loop = loop
         self._on_batch = on_batch
 
-    def deliver(self, events: list[TokenEvent]) -> bool:
+    def deliver(self, events: Sequence[TokenEvent]) -> bool:
         try:
             self._loop.call_soon_threadsafe(self._on_batch, events)
         except RuntimeError:  # what asyncio raises for a closed loop: nobody is left to read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from cb_backend.core.invariants import check_plan, check_scheduler
 from cb_backend.core.policies import Policy
@@ -78,7 +79,7 @@ class Driver:
         self.take(self.scheduler.abort(request_id, now=0.0))
         check_scheduler(self.scheduler)
 
-    def take(self, events: list[TokenEvent]) -> None:
+    def take(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             assert event.request_id not in self.ended, "an event after the last one"
             self.output[event.request_id].extend(event.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 
@@ -63,7 +64,7 @@ class Count:
         request = self.rng.choice(self.requests)
         self.take(self.scheduler.abort(request.request_id, now=0.0))
 
-    def take(self, events: list[TokenEvent]) -> None:
+    def take(self, events: Sequence[TokenEvent]) -> None:
         """An end must have its cost; who runs on is charged up to now when somebody asks."""
         costs = {event.request_id: event.cost for event in events if event.cost is not None}
         for request in self.requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -117,7 +117,7 @@ class Pair:
         else:
             result = self._result(quick)
             events = self.quick.update(quick, result, self.now, seconds)
-            assert events == self.slow.update(slow, result, self.now, seconds)
+            assert list(events) == list(self.slow.update(slow, result, self.now, seconds))
         self._note(events)
 
     def compare(self) -> None:
@@ -148,7 +148,7 @@ class Pair:
                 self.seen["several"] += several
         return result
 
-    def _note(self, events: list[TokenEvent]) -> None:
+    def _note(self, events: Sequence[TokenEvent]) -> None:
         self.seen.update(event.finish_reason.name for event in events if event.finish_reason)
 
 
@@ -194,9 +194,9 @@ def test_forks_of_a_prompt_whose_last_token_came_alone_are_queued() -> None:
 def count_taken_in(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How often a whole cohort goes on with what a step has brought."""
     counter: Counter[bool] = Counter()
-    take_in: Callable[..., list[TokenEvent] | None] = Cohort.take_in
+    take_in: Callable[..., Sequence[TokenEvent] | None] = Cohort.take_in
 
-    def counted(self: Cohort, *args: object) -> list[TokenEvent] | None:
+    def counted(self: Cohort, *args: object) -> Sequence[TokenEvent] | None:
         events = take_in(self, *args)
         if events is not None:
             counter[True] += 1

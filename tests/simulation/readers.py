@@ -7,6 +7,7 @@ it without waiting, so its coroutine is finished by the first send.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from cb_backend.core.request import FinishReason
 from cb_backend.core.step_io import TokenEvent
@@ -32,7 +33,7 @@ class Readers:
         self._paces[name] = pace
         self._queue.register(name, self)
 
-    def deliver(self, events: list[TokenEvent]) -> bool:
+    def deliver(self, events: Sequence[TokenEvent]) -> bool:
         for event in events:
             self._streams[event.request_id].put(event)  # raises after the terminal one
             if event.finish_reason is not None:

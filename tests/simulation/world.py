@@ -8,6 +8,8 @@ block tables, so a fault of paging, sharing, swapping or preemption changes a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cb_backend.config import EngineConfig
 from cb_backend.core.request import FinishReason, Request
 from cb_backend.core.sampling_params import SamplingParams
@@ -182,7 +184,7 @@ class World:
         self.may_fail |= {row.request_id for plan in plans for row in plan.rows}
         raise RuntimeError("simulated device fault")
 
-    def _publish(self, events: list[TokenEvent]) -> None:
+    def _publish(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             if event.request_id in self.aborted and event.token_ids:
                 raise SimulationError(f"{event.request_id} got tokens after its abort")

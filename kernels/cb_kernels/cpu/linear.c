@@ -95,15 +95,14 @@ static struct cut cut_product(int64_t num_rows, int64_t num_out, int gated, int 
 }
 
 /* A few rows: each job's columns follow one another, so that its weights come as one stream, which is
-   fetched a little ahead. Where a stream begins, memory waits: streams are long (a tenth of the time
-   at 256 KiB), and yet many in a large weight, for whoever comes late. */
+   fetched a little ahead. */
 static void multiply_few_rows(struct member *m, const uint16_t *x, int64_t x_stride,
                               const uint32_t *panels, const struct output *o, int64_t num_rows,
                               int64_t num_in, int64_t num_out) {
-    int64_t unit = o->gated ? PANEL : LANES, units = num_out / unit;
-    int64_t jobs = jobs_of_streams(num_out * num_in * 2, m->team->size);
-    FOR_JOBS(job, m, jobs, 1) {
-        int64_t from = units * job / jobs * unit, to = units * (job + 1) / jobs * unit;
+    struct streams streams = cut_into_streams(num_out, num_out * num_in * 2, PANEL, o->gated ? PANEL : LANES,
+                                              m->team->size);
+    FOR_JOBS(job, m, jobs_of(&streams), 1) {
+        int64_t from = column_of(&streams, job), to = column_of(&streams, job + 1);
         for (int64_t stop; from < to; from = stop) {
             int64_t panel = from / PANEL, end = (panel + 1) * PANEL;
             const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;

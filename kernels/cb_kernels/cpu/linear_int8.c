@@ -225,10 +225,10 @@ static int64_t int8_parts(int64_t num_rows, int64_t num_panels, int threads) {
 static void multiply_few_int8_rows(struct member *m, const struct rounded *r,
                                    const struct int8_weight *w, const struct int8_output *o,
                                    int64_t num_rows, int64_t num_out) {
-    int64_t unit = o->gated ? COLUMNS : LANES, units = num_out / unit;
-    int64_t jobs = jobs_of_streams(num_out * r->groups * GROUP, m->team->size);
-    FOR_JOBS(job, m, jobs, 1) {
-        int64_t from = units * job / jobs * unit, to = units * (job + 1) / jobs * unit;
+    struct streams streams = cut_into_streams(num_out, num_out * r->groups * GROUP, COLUMNS, o->gated ? COLUMNS : LANES,
+                                              m->team->size);
+    FOR_JOBS(job, m, jobs_of(&streams), 1) {
+        int64_t from = column_of(&streams, job), to = column_of(&streams, job + 1);
         for (int64_t stop; from < to; from = stop) {
             int64_t panel = from / COLUMNS, end = (panel + 1) * COLUMNS;
             const uint32_t *own = w->panels + panel * r->groups * GROUP_DWORDS * COLUMNS;

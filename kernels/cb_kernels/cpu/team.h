@@ -13,6 +13,7 @@
 
 #define LOOKS_BEFORE_YIELDING 4096 /* some 70 us: whom it waits for may need this core */
 #define STREAM_BYTES (1 << 20)     /* of a weight that is read from memory by one member */
+#define PANELS_EACH 4              /* or more, for each member, are not cut */
 
 struct stage {
     _Alignas(64) atomic_llong taken; /* jobs, or more: each finds out once that there are no more */
@@ -80,8 +81,27 @@ INLINE int take_jobs(struct turn *t) {
     for (struct turn turn = enter_stage(member, num, at_once); take_jobs(&turn);)    \
         for (int64_t i = turn.from; i < turn.to; i++)
 
-/* Into how many jobs to cut so many bytes of a weight, all of which come from memory. */
-INLINE int64_t jobs_of_streams(int64_t num_bytes, int size) {
-    int64_t each = num_bytes / size / STREAM_BYTES;
-    return size * (each > 1 ? each : 1);
+/* Into which jobs the columns of a weight are cut that comes from memory: `num` streams of `each`
+   units of columns, long ones, since memory waits where a stream begins; then single units, by which
+   all members end together. */
+struct streams {
+    int64_t num, each, units, unit, num_out;
+};
+
+/* A unit is a panel where there are enough: of one that two members share each fetches all of it, and
+   a product of 9 panels by two took a quarter longer. */
+INLINE struct streams cut_into_streams(int64_t num_out, int64_t num_bytes, int panel, int least,
+                                       int size) {
+    int64_t longest = num_bytes / size / STREAM_BYTES, num = size * (longest > 1 ? longest : 1);
+    int64_t unit = num_out >= (int64_t)PANELS_EACH * size * panel ? panel : least;
+    int64_t units = (num_out + unit - 1) / unit;
+    return (struct streams){num, (units - 1) / num, units, unit, num_out};
+}
+
+INLINE int64_t jobs_of(const struct streams *s) { return s->num + s->units - s->num * s->each; }
+
+/* Where a job begins, and the one before it ends. */
+INLINE int64_t column_of(const struct streams *s, int64_t job) {
+    int64_t unit = job < s->num ? job * s->each : s->num * s->each + job - s->num;
+    return unit * s->unit < s->num_out ? unit * s->unit : s->num_out;
 }

@@ -12,7 +12,7 @@ class RecordingReceiver:
     """A Receiver that keeps what it is given; tests wait for the end of a request on it."""
 
     def __init__(self, *, gone: bool = False) -> None:
-        self.batches: list[list[TokenEvent]] = []
+        self.batches: list[Sequence[TokenEvent]] = []
         self._gone = gone
         self._changed = threading.Condition()
 

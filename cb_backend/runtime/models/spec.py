@@ -210,6 +210,10 @@ def _smollm3(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
 
 
 def _granite(config: ModelConfig, common: DecoderSpec) -> DecoderSpec:
+    if not config.logits_scaling:
+        raise ModelError(
+            f"its config divides logits by logits_scaling {config.logits_scaling}", field="model"
+        )
     return replace(
         common,
         attention_scale=config.attention_multiplier,

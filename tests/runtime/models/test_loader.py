@@ -53,6 +53,15 @@ def test_an_unknown_architecture_is_refused_and_its_code_not_run(tmp_path: Path)
         _load(tmp_path)
 
 
+def test_logits_that_are_divided_by_nothing_are_refused(tmp_path: Path) -> None:
+    (granite,) = (tiny for tiny in NATIVE if tiny.name == "granite")
+    granite.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"logits_scaling": 0.0}))
+    with pytest.raises(ModelError, match=r"logits_scaling 0\.0"):
+        _load(tmp_path)
+
+
 @pytest.mark.parametrize("implementation", ["auto", "native", "transformers"])
 def test_weights_in_another_format_are_refused(tmp_path: Path, implementation: str) -> None:
     LLAMA.save(tmp_path)

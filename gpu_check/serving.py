@@ -19,6 +19,7 @@ from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.models.decoder import Decoder
+from cb_backend.runtime.rehearsal import warm_up
 from cb_backend.runtime.staging import StagedStep
 from gpu_check.kernels import BLOCK_SIZE
 
@@ -62,7 +63,7 @@ def make_runner(
     )
     with torch.inference_mode():
         runner = ModelRunner(model, info, settings, device)
-    runner.warm_up()
+    warm_up(runner)
     if graphs and device.type == "cuda":
         runner.capture_graphs(CudaGraphMaker(), num_seqs)
     return runner

@@ -120,11 +120,6 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.help()
 
-    def use_idle_time(self) -> bool:
-        """A piece of what can be done while there is no work; False: nothing is left of it."""
-        self.assert_thread()
-        return self.executor.use_idle_time()
-
     def collect(self) -> Sequence[TokenEvent]:
         """Wait for the step in flight, if there is one; afterwards there is none."""
         self.assert_thread()

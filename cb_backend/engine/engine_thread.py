@@ -146,7 +146,7 @@ class EngineThread:
         wait = not engine.has_work and self._stop_at is None
         if wait:
             self._watchdog.step_ends()  # the one place where nothing need happen
-            wait = not engine.use_idle_time()
+            wait = not engine.executor.use_idle_time()
         # Without a limit nothing wakes an idle engine: only a neighbour's need can call for that.
         limit_s = None if engine.config.min_free_gib is None else LOOK_AROUND_INTERVAL_S
         while (message := self._inbox.take(wait=wait, limit_s=limit_s)) is not None:

@@ -16,21 +16,17 @@ from cb_kernels import attention_path, uses_triton
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
-from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
-    Admission,
     BlockCopy,
     FinishedStep,
     ModelInfo,
     PendingStep,
     PoolResize,
-    ScheduledRow,
     StepPlan,
     StepResult,
-    StepRows,
 )
 from cb_backend.core.swap_costs import COPYING_IS_FREE, SwapCosts
-from cb_backend.errors import ConfigError, ModelError
+from cb_backend.errors import ConfigError
 from cb_backend.runtime.block_copier import BlockCopier
 from cb_backend.runtime.cache_file import digests_in, fingerprint, load_blocks, save_blocks
 from cb_backend.runtime.cuda_graphs import CudaGraphMaker, GraphMaker
@@ -44,6 +40,7 @@ from cb_backend.runtime.memory import available_bytes, give_back_free_memory
 from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.loader import eos_token_ids, load_model
 from cb_backend.runtime.models.model_config import read_config
+from cb_backend.runtime.rehearsal import rehearse, warm_up
 from cb_backend.runtime.sampled_ids import UNSOUND, HostSampledIds, SampledIds, SampledStep
 from cb_backend.runtime.sampler import sample
 from cb_backend.runtime.staging import StagedStep
@@ -70,13 +67,31 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
         cache_spec = size_kv_cache(config, model.geometry, dtype=cache_dtype, device=device)
         info = _model_info(config, model, cache_spec, device, implementation)
         runner = ModelRunner(model, info, config, device)
-    runner.warm_up()
+    warm_up(runner)
+    if device.type == "cuda":
+        _rehearse(runner, config)
     if config.cuda_graphs and device.type == "cuda":
         runner.capture_graphs(CudaGraphMaker(), config.max_num_seqs)
     if config.num_host_kv_blocks:
         runner.learn(measure_swap_costs(runner, info, config.num_host_kv_blocks))
     logger.info("serving %s", info)
     return runner
+
+
+def _rehearse(runner: ModelRunner, config: EngineConfig) -> None:
+    try:
+        rehearse(
+            runner,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_host_blocks=config.num_host_kv_blocks,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of max_num_batched_tokens {config.max_num_batched_tokens} does not fit beside"
+            " the weights and the KV cache; lower it, memory_fraction or kv_cache_gib",
+            field="max_num_batched_tokens",
+        ) from error
 
 
 class ModelRunner:
@@ -196,28 +211,6 @@ class ModelRunner:
         if places:
             with torch.inference_mode():
                 load_blocks(Path(path), places, self._cache)
-
-    def warm_up(self) -> None:
-        """One step of two requests, long enough to meet both kinds of attention.
-
-        Raises ModelError for a model whose logits are not finite: no request could be answered.
-        """
-        num_tokens = min(8, self._info.max_model_len)
-        blocks = tuple(range(-(-num_tokens // self._info.block_size)))
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        admission = Admission("warm-up", (0,) * num_tokens, num_tokens, 0, params, 0)
-        chunk = ScheduledRow("warm-up", 0, num_tokens - 1, blocks, False)
-        token = ScheduledRow("warm-up", num_tokens - 1, 1, (), True)
-        rows = [StepRows.of(row) for row in ((chunk, token) if num_tokens > 1 else (token,))]
-        result = self.launch(StepPlan(0, (), (admission,), rows[0])).result()
-        for later in rows[1:]:
-            result = self.launch(StepPlan(0, (), (), later)).result()
-        self.launch(StepPlan(0, ("warm-up",), ()))
-        if result.failed:
-            raise ModelError(
-                f"its logits in {self._info.dtype} are not finite numbers: the weights are damaged,"
-                " or need a dtype of greater range"
-            )
 
     def capture_graphs(self, maker: GraphMaker, max_num_seqs: int) -> None:
         """From now on decoding steps are replayed, where the model allows it."""

@@ -30,7 +30,7 @@ def edit_logits(logits: Tensor, edits: LogitEdits) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_biases"])
 def _edit_logits(
     logits_ptr,  # [R, vocab]
     out_ptr,  # [R, vocab] float32

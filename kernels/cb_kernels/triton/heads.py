@@ -139,7 +139,7 @@ def _head_scale(scale_ptr, head, inside):
         return tl.load(scale_ptr + head, mask=inside, other=1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _store_kv(
     k_ptr,  # [T, HEADS, WIDTH]
     v_ptr,
@@ -184,7 +184,7 @@ def _store_kv(
     tl.store(v_cache_ptr + v_to + column, v, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _store_heads(
     heads_ptr,  # [T, HEADS, WIDTH]: those of q, of k and of v
     q_ptr,  # [T, Q_HEADS, WIDTH]

@@ -53,7 +53,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr,  # [T, HEADS, WIDTH], any strides but the last
     residual_ptr,  # [T * HEADS, WIDTH], or None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cb_kernels.triton.chips import CHIPS
-from cb_kernels.triton.launch import compile_only
+from cb_kernels.triton.launch import Compilation, compile_only
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -67,12 +67,12 @@ class MetaStreams(HostStreams):
 
 
 @pytest.fixture(autouse=True)
-def _on_a_chip() -> Iterator[None]:
-    with compile_only(CHIPS["sm_90"]):
-        yield
+def compilation() -> Iterator[Compilation]:
+    with compile_only(CHIPS["sm_90"]) as compilation:
+        yield compilation
 
 
-def _runner(
+def meta_runner(
     tiny: TinyModel, folder: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
 ) -> tuple[ModelRunner, MetaStreams]:
     tiny.save(folder)
@@ -116,7 +116,7 @@ def _info(model: Decoder) -> ModelInfo:
 def test_a_step_waits_once(
     tiny: TinyModel, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, streams = _runner(tiny, tmp_path, monkeypatch, deterministic=deterministic)
+    runner, streams = meta_runner(tiny, tmp_path, monkeypatch, deterministic=deterministic)
     driver = Driver(runner)
     for i in range(3):
         driver.add(f"{i}", prompt_of(9 + i))
@@ -130,7 +130,7 @@ def test_a_step_waits_once(
 def test_a_captured_step_waits_once(
     tiny: TinyModel, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, streams = _runner(tiny, tmp_path, monkeypatch, deterministic=deterministic)
+    runner, streams = meta_runner(tiny, tmp_path, monkeypatch, deterministic=deterministic)
     maker = FakeMaker()
     runner.capture_graphs(maker, max_num_seqs=4)
     assert streams.num_reads == streams.num_uploads == 0
@@ -148,7 +148,7 @@ def test_a_captured_step_waits_once(
 def test_a_step_that_edits_logits_waits_once(
     penalty: float, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, streams = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
+    runner, streams = meta_runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
     if captured:
         runner.capture_graphs(FakeMaker(), max_num_seqs=4)
     params = SamplingParams(presence_penalty=penalty, logit_bias={1: 2.0}, min_tokens=2)
@@ -165,7 +165,7 @@ def test_a_step_that_edits_logits_waits_once(
 def test_copies_of_blocks_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, streams = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
+    runner, streams = meta_runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
     driver = Driver(runner)
     driver.add("a", prompt_of(9))
     driver.step()
@@ -177,7 +177,7 @@ def test_copies_of_blocks_are_not_waited_for(
 
 
 def test_a_planted_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, _ = _runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
+    runner, _ = meta_runner(MODELS[0], tmp_path, monkeypatch, deterministic=False)
     lm_head = runner._model.lm_head  # type: ignore[attr-defined]
     monkeypatch.setattr(lm_head, "forward", lambda x: x[x[:, 0] > 0])
     driver = Driver(runner)

@@ -68,6 +68,7 @@ class Kernels:
             function.argtypes = signature
             function.restype = _INT if name in _RETURNS_INT else None
         self.has_linear = has_pairs
+        self.has_decoder = has_pairs  # in one call; the loader takes it back where its test fails
         self.int8 = Int8Kernels(library) if library.cb_has_int8() else None
         self.name = "C with bfloat16 products" if self.has_linear else "C"
 

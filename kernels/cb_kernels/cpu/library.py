@@ -33,5 +33,15 @@ def kernels() -> Kernels | None:
     if fault is not None:
         logger.warning("CPU kernels: torch, since the ones in C fail their test: %s", fault)
         return None
+    if loaded.has_decoder:
+        # Here, since it needs what imports this module.
+        from cb_kernels.cpu.decoder_self_test import fault_of_decoder
+
+        fault = fault_of_decoder(loaded)
+        loaded.has_decoder = fault is None
+        if fault is not None:
+            logger.warning(
+                "CPU kernels: no decoder in one call, since it fails its test: %s", fault
+            )
     logger.info("CPU kernels: %s, from %s", loaded.name, path)
     return loaded

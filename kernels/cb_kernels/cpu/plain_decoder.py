@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from cb_kernels.cpu.kernels import raise_for
+from cb_kernels.cpu.kernels import Kernels, raise_for
 from cb_kernels.cpu.library import kernels
 from cb_kernels.cpu.plain_decoder_facts import (
     DecoderEnds,
@@ -132,12 +132,19 @@ class PlainDecoder:
     by number, the step, and which of the T tokens are wanted: [R] int64, R at most T."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights], ends: DecoderEnds, shape: DecoderShape
+        self,
+        layers: Sequence[LayerWeights],
+        ends: DecoderEnds,
+        shape: DecoderShape,
+        library: Kernels | None = None,
     ) -> None:
-        """Raises ValueError for what the library does not take."""
-        reason = obstacle(layers, ends, shape)
+        """`library`: None: the one that is loaded. Raises ValueError for what it does not take."""
+        c = kernels() if library is None else library
+        reason = obstacle(c, layers, ends, shape)
         if reason:
             raise ValueError(f"this decoder cannot be run in one call: {reason}")
+        assert c is not None
+        self._c = c
         self._weights = tuple(layers)  # the library has their addresses
         self._ends = ends
         self._shape = shape
@@ -187,12 +194,10 @@ class PlainDecoder:
             (2 * num_tokens * width for width in self._room_widths[:-1]),
             initial=room.data_ptr(),
         )
-        c = kernels()
-        assert c is not None
         rounded = None
         if self._rounds:
-            assert c.int8 is not None
-            rounded = c.int8.room(num_tokens, max(self._room_widths))
+            assert self._c.int8 is not None
+            rounded = self._c.int8.room(num_tokens, max(self._room_widths))
         address = out.data_ptr()
         facts = StepFacts(
             *(len(lens), num_tokens, len(wanted), table.stride(0), *caches.shape[:2]),
@@ -206,7 +211,7 @@ class PlainDecoder:
         )
         used = (self, facts, token_ids, turns, step, wanted, table, starts, lens, room, rounded)
         arguments = (ctypes.byref(self._model), self._layers, ctypes.byref(facts))
-        return DecoderRun(c.library, arguments, out, used)
+        return DecoderRun(self._c.library, arguments, out, used)
 
     def _check_ids(self, ids: Tensor, wanted: Tensor) -> None:
         if not self.has_head:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cb_kernels.cpu.library import kernels
+from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.int8_linear import Int8Linear
 from cb_kernels.packed_linear import PackedLinear
 
@@ -125,10 +125,14 @@ def model_facts(
     )
 
 
-def obstacle(layers: Sequence[LayerWeights], ends: DecoderEnds, shape: DecoderShape) -> str:
+def obstacle(
+    c: Kernels | None, layers: Sequence[LayerWeights], ends: DecoderEnds, shape: DecoderShape
+) -> str:
     """Why the library does not take these; empty when it does."""
+    if c is None or not c.has_decoder:
+        return "the library has no such call, or not one that works"
     hidden = layers[0].attention_norm.shape[0]
-    return _obstacle_in_layers(layers, shape) or _obstacle_at_ends(ends, hidden)
+    return _obstacle_in_layers(c, layers, shape) or _obstacle_at_ends(ends, hidden)
 
 
 def _obstacle_at_ends(ends: DecoderEnds, hidden: int) -> str:
@@ -149,12 +153,11 @@ def _obstacle_at_ends(ends: DecoderEnds, hidden: int) -> str:
     return ""
 
 
-def _obstacle_in_layers(layers: Sequence[LayerWeights], shape: DecoderShape) -> str:
-    c = kernels()
+def _obstacle_in_layers(c: Kernels, layers: Sequence[LayerWeights], shape: DecoderShape) -> str:
     group = shape.heads // shape.kv_heads
     if shape.heads % shape.kv_heads:
         return f"{shape.heads} query heads cannot share {shape.kv_heads} KV heads evenly"
-    if c is None or not c.takes_paired(torch.bfloat16, _LANES, shape.dim, group):
+    if not c.takes_paired(torch.bfloat16, _LANES, shape.dim, group):
         return "there are no kernels for their heads"
     if 2 * shape.half > shape.dim:
         return f"the rotary part of {2 * shape.half} is wider than a head"

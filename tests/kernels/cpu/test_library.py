@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cb_kernels import DecoderRun
 from cb_kernels.cpu import build, library
+from cb_kernels.cpu.decoder_self_test import fault_of_decoder
 from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.cpu.self_test import fault_of
+from torch import Tensor
+
+from tests.needs import needs_pairs
 
 PROGRAM = """
 import sys
@@ -78,6 +84,7 @@ def test_a_lesser_processor_gets_kernels_that_agree_with_torch(
     assert loaded.name == "C"
     assert not loaded.takes_paired(torch.bfloat16, 32, 64, 3)
     assert not loaded.takes_linear(torch.zeros(64, 64, dtype=torch.bfloat16), gated=False)
+    assert not loaded.has_decoder
     assert fault_of(loaded) is None
 
 
@@ -124,6 +131,48 @@ def test_a_library_that_differs_from_torch_is_not_used(
     monkeypatch.setattr(Kernels, "rms_norm", lambda self, x, weight, eps: x)
     assert library.kernels() is None
     assert "fail their test: rms_norm" in caplog.text
+
+
+@needs_pairs
+def test_a_decoder_s_call_that_differs_from_single_operations_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The single operations are, which are right."""
+    sources = Path(shutil.copytree(build.SOURCES, folder / "sources"))
+    text = (sources / "plain_decoder.c").read_text()
+    assert text.count("{l->down_bias, t->x,") == 1
+    planted = text.replace("{l->down_bias, t->x,", "{l->down_bias, NULL,")  # onto nothing
+    (sources / "plain_decoder.c").write_text(planted)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(build, "SOURCES", sources)
+    loaded = library.kernels()
+    assert loaded is not None
+    assert loaded.has_linear
+    assert not loaded.has_decoder
+    assert "no decoder in one call, since it fails its test: logits are off by" in caplog.text
+
+
+@needs_pairs
+def test_a_greedy_step_that_differs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = library.kernels()
+    assert loaded is not None
+    result = DecoderRun.result
+
+    def planted(self: DecoderRun) -> Tensor:
+        out = result(self)
+        return out if out.is_floating_point() else out + 1
+
+    monkeypatch.setattr(DecoderRun, "result", planted)
+    assert "the largest logits" in str(fault_of_decoder(loaded))
+
+
+@needs_pairs
+def test_a_decoder_s_call_that_is_right_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    loaded = library.kernels()
+    assert loaded is not None
+    assert loaded.has_decoder
+    assert caplog.text == ""
 
 
 def test_a_cache_folder_that_others_may_write_is_not_used(

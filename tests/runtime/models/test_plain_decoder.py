@@ -19,6 +19,7 @@ from cb_kernels import (
     pack_linear,
     paired_views,
 )
+from cb_kernels.cpu.library import kernels
 from torch import Tensor
 
 from cb_backend.config import EngineConfig
@@ -110,6 +111,17 @@ def test_it_follows_float32_closely(tiny: TinyModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiny", OTHERS, ids=str)
 def test_other_layers_run_one_by_one(tiny: TinyModel, tmp_path: Path) -> None:
     assert load(tiny, tmp_path)._plain is None
+
+
+def test_without_a_call_that_works_plain_layers_run_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = packed_logits(load(PLAIN[0], tmp_path), PROMPTS, block_size=16)
+    monkeypatch.setattr(kernels(), "has_decoder", False)
+    model = load(PLAIN[0], tmp_path)
+    assert model._plain is None
+    for actual, logits in zip(packed_logits(model, PROMPTS, block_size=16), expected, strict=True):
+        assert torch.equal(actual, logits)
 
 
 def test_a_call_refuses_weights_that_the_library_would_misread(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import transformers
 from cb_kernels import HugePages
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
-from transformers.masking_utils import AttentionMaskInterface
 
 from cb_backend.errors import ModelError
 from cb_backend.runtime.models.checkpoint import Checkpoint
@@ -111,8 +110,9 @@ def load_fallback(
     of a sequence outside of our attention and would therefore serve wrong text."""
     with Checkpoint(folder):  # refuses anything but safetensors
         pass
+    # Under a name that has no masks: transformers then builds none, which our attention needs not,
+    # and does not look, waiting for the device, whether a step's rows are packed.
     AttentionInterface.register(_INTERFACE, _attend)
-    AttentionMaskInterface.register(_INTERFACE, _no_mask)
     try:
         with _quiet():
             model: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -186,11 +186,6 @@ def _attend(
         sinks=s_aux,
     )
     return attended[None], None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is built: the step's attention knows which keys each query sees."""
-    return None
 
 
 @contextlib.contextmanager

@@ -23,12 +23,14 @@ from cb_backend.core.step_io import BlockCopy, CopyKind, ModelInfo, StepPlan
 from cb_backend.core.swap_costs import COPYING_IS_FREE
 from cb_backend.runtime import model_runner
 from cb_backend.runtime.model_runner import ModelRunner
+from cb_backend.runtime.models import transformers_fallback
 from cb_backend.runtime.models.checkpoint import Checkpoint
-from cb_backend.runtime.models.decoder import Decoder
+from cb_backend.runtime.models.interface import CausalModel
 from cb_backend.runtime.models.native_loader import NativeLoader
 from cb_backend.runtime.models.spec import decoder_spec
+from cb_backend.runtime.models.transformers_fallback import load_fallback
 from cb_backend.runtime.streams import HostStreams, Reading
-from tests.models import TinyModel
+from tests.models import FALLBACK, TinyModel
 from tests.runtime.driving import Driver, prompt_of
 from tests.runtime.fake_graphs import FakeMaker
 
@@ -76,8 +78,6 @@ def meta_runner(
     tiny: TinyModel, folder: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
 ) -> tuple[ModelRunner, MetaStreams]:
     tiny.save(folder)
-    streams = MetaStreams()
-    monkeypatch.setattr(model_runner, "streams_of", lambda device: streams)
     model_config = AutoConfig.from_pretrained(folder)
     with Checkpoint(folder) as checkpoint:
         model = NativeLoader(
@@ -86,13 +86,21 @@ def meta_runner(
             device=META,
             deterministic=deterministic,
         ).load()
+    return _runner_of(model, folder, monkeypatch, deterministic=deterministic)
+
+
+def _runner_of(
+    model: CausalModel, folder: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
+) -> tuple[ModelRunner, MetaStreams]:
+    streams = MetaStreams()
+    monkeypatch.setattr(model_runner, "streams_of", lambda device: streams)
     config = EngineConfig(
         model=str(folder), max_num_seqs=8, num_host_kv_blocks=4, deterministic=deterministic
     )
     return ModelRunner(model, _info(model), config, META), streams
 
 
-def _info(model: Decoder) -> ModelInfo:
+def _info(model: CausalModel) -> ModelInfo:
     return ModelInfo(
         model_name="m",
         vocab_size=model.geometry.vocab_size,
@@ -121,6 +129,38 @@ def test_a_step_waits_once(
     for i in range(3):
         driver.add(f"{i}", prompt_of(9 + i))
     for step, budget in enumerate((20, 100, 100), start=1):  # chunks, both, decoding
+        driver.step(budget)
+        assert (streams.num_reads, streams.num_uploads) == (step, step)
+
+
+@pytest.fixture(scope="module")
+def fallbacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[CausalModel, Path]]:
+    """Of transformers' own code: proved on a CPU, which takes numbers, and then moved."""
+    found: dict[str, tuple[CausalModel, Path]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_fallback, "pack_linears", lambda *_: None)
+        for tiny in FALLBACK:
+            folder = tmp_path_factory.mktemp(tiny.name)
+            tiny.save(folder)
+            config = AutoConfig.from_pretrained(folder)
+            model = load_fallback(folder, config, torch.float32, torch.device("cpu"))
+            model._model.to(META, torch.bfloat16)
+            model._dtype = torch.bfloat16
+            found[tiny.name] = model, folder
+    return found
+
+
+@pytest.mark.parametrize("tiny", FALLBACK, ids=str)
+def test_a_step_of_transformers_code_waits_once(
+    tiny: TinyModel,
+    fallbacks: dict[str, tuple[CausalModel, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, streams = _runner_of(*fallbacks[tiny.name], monkeypatch, deterministic=False)
+    driver = Driver(runner)
+    for i in range(3):
+        driver.add(f"{i}", prompt_of(9 + i))
+    for step, budget in enumerate((20, 100, 100), start=1):
         driver.step(budget)
         assert (streams.num_reads, streams.num_uploads) == (step, step)
 

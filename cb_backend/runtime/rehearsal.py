@@ -84,7 +84,7 @@ def _steps(info: ModelInfo, num_seqs: int, num_tokens: int) -> Iterator[list[_Ro
     for before in {1, longest - 1} if longest > 1 else ():
         for count in _counts(num_seqs):
             yield [_Row(before, 1, first_block=row) for row in range(count)]
-        yield [_Row(before, 1)] * num_seqs  # who all begin with the same blocks
+            yield [_Row(before, 1)] * count  # who all begin with the same blocks
         for count in _counts(min(num_tokens - 1, longest)):
             yield [_Row(before, 1, first_block=1), _Row(0, count)][:num_seqs]
 

@@ -95,7 +95,7 @@ INLINE struct streams cut_into_streams(int64_t num_out, int64_t num_bytes, int p
     int64_t longest = num_bytes / size / STREAM_BYTES, num = size * (longest > 1 ? longest : 1);
     int64_t unit = num_out >= (int64_t)PANELS_EACH * size * panel ? panel : least;
     int64_t units = (num_out + unit - 1) / unit;
-    return (struct streams){num, (units - 1) / num, units, unit, num_out};
+    return (struct streams){num, units ? (units - 1) / num : 0, units, unit, num_out};
 }
 
 INLINE int64_t jobs_of(const struct streams *s) { return s->num + s->units - s->num * s->each; }

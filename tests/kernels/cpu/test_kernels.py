@@ -198,6 +198,21 @@ def test_a_linear_has_the_same_bits_by_any_number_of_threads(
             torch.testing.assert_close(gated.float(), F.silu(gate) * up, atol=0.1, rtol=0.05)
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_a_weight_without_outputs_has_none(
+    linears: Kernels, gated: bool, threads: Callable[[int], None]
+) -> None:
+    threads(1)
+    packed = linears.pack(torch.zeros(0, 64).bfloat16(), gated=gated)
+    y = torch.full((128,), 7, dtype=torch.int16)
+    x = torch.zeros(1, 64).bfloat16()
+    linears.library.cb_linear(
+        *(x.data_ptr(), 64, packed.data_ptr(), None, None, 1.0, gated),
+        *(y[64:].data_ptr(), 1, 64, 0),
+    )
+    assert (y == 7).all()
+
+
 @pytest.mark.parametrize("gate", [-3e38, -1e37, -100.0, 0.0, 90.0, -torch.inf, torch.nan], ids=str)
 def test_the_gate_of_a_linear_takes_any_number(linears: Kernels, gate: float) -> None:
     weight = torch.zeros(64, 16, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import BlockCopy, CopyKind
 from cb_backend.runtime.model_runner import ModelRunner
 from cb_backend.runtime.rehearsal import rehearse, warm_up
-from tests.kernels.triton.compiled.test_step import MODELS, meta_runner
+from tests.kernels.triton.compiled.test_step import MODELS, SIZES, meta_runner
 from tests.models import TinyModel
 from tests.runtime.driving import Driver, prompt_of
 
@@ -85,3 +85,20 @@ def test_no_request_waits_for_a_compiler(
     served = _take(compilation)
     assert served <= rehearsed
     assert not served <= warm, "serving is no test of what is rehearsed"
+
+
+def test_few_of_those_that_may_run_share_their_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilation: Compilation
+) -> None:
+    tiny = TinyModel("llama", "llama", SIZES | {"num_attention_heads": 16})
+    runner, _ = meta_runner(tiny, tmp_path, monkeypatch, deterministic=False)
+    rehearse(runner, max_num_seqs=8, max_num_batched_tokens=MOST_TOKENS, num_host_blocks=0)
+    rehearsed = _take(compilation)
+    driver = Driver(runner)
+    first = driver.add("first", prompt_of(130))
+    driver.step()
+    for number in range(7):
+        prompt = [*first.token_ids[:128], number]
+        driver.add(f"{number}", prompt, shared=first, num_shared=128)
+        driver.step()
+        assert _take(compilation) <= rehearsed, f"{number + 2} rows"

@@ -44,10 +44,10 @@ def give_back_free_memory() -> None:
 def _mem_available(meminfo: Path) -> int:
     try:
         lines = meminfo.read_text().splitlines()
-    except OSError as error:
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        return int(values["MemAvailable"].split()[0]) * 1024
+    except (OSError, LookupError, ValueError) as error:
         raise ConfigError(
             f"cannot tell the free memory from {meminfo}; set kv_cache_gib or num_kv_blocks",
             field="kv_cache_gib",
         ) from error
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(values["MemAvailable"].split()[0]) * 1024

@@ -76,6 +76,15 @@ def test_a_container_limit_counts(tmp_path: Path) -> None:
         memory.host_available_bytes(tmp_path / "none", tmp_path)
 
 
+def test_a_system_that_does_not_tell_its_free_memory_is_a_config_error(tmp_path: Path) -> None:
+    """Not another one: an idle engine asks too, and goes on without."""
+    meminfo = tmp_path / "meminfo"
+    for text in ("MemTotal: 99 kB\nMemFree: 50 kB\n", "MemAvailable: many\n", "MemAvailable:\n"):
+        meminfo.write_text(text)
+        with pytest.raises(ConfigError, match="free memory"):
+            memory.host_available_bytes(meminfo, tmp_path)
+
+
 def test_a_pool_without_room_for_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="no KV block"):
         _size(kv_cache_gib=1e-9)

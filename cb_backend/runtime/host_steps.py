@@ -46,6 +46,10 @@ class HostSteps:
         self._last = step
         return step
 
+    def forget(self) -> None:
+        """With no step in flight: the last one's memory is let go of, the pool among it."""
+        self._last = None
+
     def close(self) -> None:
         """Nothing is under way afterwards."""
         if self.under_way is not None:

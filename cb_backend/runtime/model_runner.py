@@ -177,6 +177,8 @@ class ModelRunner:
         with torch.inference_mode():
             self._copier.run(change.copies)
             self._forward_pass.forget_graphs()
+            if self._host_steps is not None:
+                self._host_steps.forget()
             self._cache.resize(change.num_blocks)
         self._batch.rename_blocks(change.moved)
 

@@ -10,6 +10,10 @@ import torch
 from cb_backend.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (  # of a limit, and of what is used of it: version 2, and 1
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -25,12 +29,14 @@ def available_bytes(device: torch.device, memory_fraction: float) -> int:
 def host_available_bytes(meminfo: Path, cgroup: Path) -> int:
     """MemAvailable, or what is left of the container's limit if that is less."""
     available = _mem_available(meminfo)
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2 here, or its limit is the word "max"
-        return available
-    return max(0, min(available, limit - used))
+    for limit_file, used_file in _CGROUP_FILES:
+        try:
+            limit = int((cgroup / limit_file).read_text())
+            used = int((cgroup / used_file).read_text())
+        except (OSError, ValueError):  # of the other version, or its limit is the word "max"
+            continue
+        available = min(available, limit - used)
+    return max(0, available)
 
 
 def give_back_free_memory() -> None:

@@ -116,6 +116,7 @@ class ModelRunner:
             model, self._cache, self._streams, deterministic=config.deterministic
         )
         self._deterministic = config.deterministic
+        self._min_free_bytes = int((config.min_free_gib or 0.0) * 2**30)
         self._sampled: SampledIds | HostSampledIds
         self._host_steps: HostSteps | None = None
         if device.type == "cpu" and isinstance(self._streams, HostStreams):
@@ -187,11 +188,11 @@ class ModelRunner:
         return available_bytes(self._device, memory_fraction=1.0)
 
     def use_idle_time(self) -> bool:
-        """See `Executor.use_idle_time`. The pool never takes more than half of the memory that is
-        free before a request needs it."""
+        """See `Executor.use_idle_time`. Before a request needs it, the pool never takes more than
+        half of the memory that is free and not to stay so."""
         missing = self._cache.num_untouched_bytes
         try:
-            if not missing or self.free_bytes() < 2 * missing:
+            if not missing or self.free_bytes() - self._min_free_bytes < 2 * missing:
                 return False
         except ConfigError:  # a system that does not tell
             return False

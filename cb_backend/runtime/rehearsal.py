@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from cb_backend.core.sampling_params import SamplingParams
 from cb_backend.core.step_io import (
@@ -69,10 +70,8 @@ def rehearse(
     info = executor.model_info
     for rows in _steps(info, max_num_seqs, max_num_batched_tokens):
         _run(executor, info, rows)
-    copies = [BlockCopy(CopyKind.FORK, 0, info.num_blocks - 1)]
-    if num_host_blocks:
-        copies += [BlockCopy(CopyKind.OUT, 0, 0), BlockCopy(CopyKind.IN, 0, 0)]
-    _run(executor, info, [_Row(0, 1)], copies)
+    for count in (1, 16):
+        _run(executor, info, [_Row(0, 1)], list(_copies(info, count, min(count, num_host_blocks))))
 
 
 def _steps(info: ModelInfo, num_seqs: int, num_tokens: int) -> Iterator[list[_Row]]:
@@ -84,9 +83,22 @@ def _steps(info: ModelInfo, num_seqs: int, num_tokens: int) -> Iterator[list[_Ro
     for before in {1, longest - 1} if longest > 1 else ():
         for count in _counts(num_seqs):
             yield [_Row(before, 1, first_block=row) for row in range(count)]
-            yield [_Row(before, 1)] * count  # who all begin with the same blocks
         for count in _counts(min(num_tokens - 1, longest)):
             yield [_Row(before, 1, first_block=1), _Row(0, count)][:num_seqs]
+
+    # Who all begin with the same blocks, of which it takes many before they are read apart.
+    for count in _counts(num_seqs) if longest > 1 else ():
+        yield [_Row(info.max_model_len - 1, 1)] * count
+
+
+def _copies(info: ModelInfo, count: int, num_out: int) -> Iterator[BlockCopy]:
+    blocks = [index % info.num_blocks for index in range(2 * count)]
+    for source, target in zip(blocks[:count], blocks[count:], strict=True):
+        yield BlockCopy(CopyKind.FORK, source, target)
+    for block in range(num_out):
+        yield BlockCopy(CopyKind.OUT, blocks[block], block)
+    for block in range(num_out):
+        yield BlockCopy(CopyKind.IN, block, blocks[block])
 
 
 def _counts(most: int) -> list[int]:
@@ -114,7 +126,12 @@ def _run(
 
 def _admission(name: str, row: _Row) -> Admission:
     num_tokens = row.num_before + row.num_new
-    return Admission(name, (0,) * num_tokens, num_tokens, row.num_before, row.params, seed=0)
+    return Admission(name, _zeros(num_tokens), num_tokens, row.num_before, row.params, seed=0)
+
+
+@cache
+def _zeros(count: int) -> tuple[int, ...]:
+    return (0,) * count
 
 
 def _scheduled(info: ModelInfo, name: str, row: _Row) -> ScheduledRow:

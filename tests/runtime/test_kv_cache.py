@@ -72,6 +72,10 @@ def test_a_container_limit_counts(tmp_path: Path) -> None:
     assert memory.host_available_bytes(meminfo, tmp_path) == 50 * 1024
     (tmp_path / "memory.max").write_text("10240")
     assert memory.host_available_bytes(meminfo, tmp_path) == 9216
+    (tmp_path / "memory").mkdir()  # of version 1
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("8000")
+    assert memory.host_available_bytes(meminfo, tmp_path) == 1000
     with pytest.raises(ConfigError, match="set kv_cache_gib or num_kv_blocks"):
         memory.host_available_bytes(tmp_path / "none", tmp_path)
 

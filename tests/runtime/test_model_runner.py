@@ -253,6 +253,9 @@ def test_idle_time_goes_into_the_pool_unless_it_would_take_half_of_what_is_free(
         num_pieces += 1
     assert num_pieces == -(-pool // 2**20) > 1
     runner.resize(PoolResize(10_000, (), {}))
+    runner._min_free_bytes = pool + 1
+    assert not runner.use_idle_time()
+    runner._min_free_bytes = pool
     assert runner.use_idle_time()
 
     def does_not_tell(*_: object, **__: object) -> int:

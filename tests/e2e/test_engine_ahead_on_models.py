@@ -177,7 +177,7 @@ def test_the_pool_is_resized_between_two_steps(
     for step in itertools.count():
         if not late.has_work:
             break
-        events = late.step()
+        events = list(late.step())
         if step % 3 == 2:
             events += late.collect()
             resize_kv_pool(late, next(sizes))

@@ -114,7 +114,7 @@ def test_the_pool_is_resized_between_two_steps(llama: Path) -> None:
     for step in itertools.count():
         if not ahead.has_work:
             break
-        events = ahead.step()
+        events = list(ahead.step())
         if step % 3 == 2:
             events += ahead.collect()
             resize_kv_pool(ahead, next(sizes))

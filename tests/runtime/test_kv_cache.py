@@ -157,6 +157,9 @@ def test_a_pool_is_touched_piece_by_piece_once_and_keeps_what_it_holds() -> None
 
 def test_the_first_steps_do_not_wait_for_the_pools_memory_once_it_is_touched() -> None:
     cache = KVCache(GEOMETRY, 40_000, 4, dtype=torch.float32, device=CPU)
+    # In memory that nobody has used: malloc may hand out what somebody has.
+    memory = torch.frombuffer(mmap.mmap(-1, cache.pool.nbytes), dtype=torch.float32)
+    cache.pool = memory.view(cache.pool.shape)
     assert _share_resident(cache.pool) < 0.1
     while cache.num_untouched_bytes:
         cache.touch_more()

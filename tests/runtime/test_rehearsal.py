@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cb_backend.core.step_io import StepPlan
+from cb_backend.core.step_io import PendingStep, StepPlan
 from cb_backend.runtime.rehearsal import rehearse
 from tests.models import LLAMA
 from tests.runtime.driving import Driver, expected_tokens, load_runner, prompt_of
@@ -23,7 +23,11 @@ from tests.runtime.driving import Driver, expected_tokens, load_runner, prompt_o
     ],
 )
 def test_it_fits_and_leaves_nothing_behind(
-    max_num_seqs: int, max_num_batched_tokens: int, settings: dict[str, object], tmp_path: Path
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    settings: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = LLAMA.build()
     LLAMA.save(tmp_path)
@@ -31,7 +35,12 @@ def test_it_fits_and_leaves_nothing_behind(
     runner = load_runner(tmp_path, **most, **settings)
     plans: list[StepPlan] = []
     launch = runner.launch
-    runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[assignment,func-returns-value]
+
+    def noted(plan: StepPlan) -> PendingStep:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", noted)
     num_host_blocks = 2 if "num_host_kv_blocks" in settings else 0
     rehearse(runner, **most, num_host_blocks=num_host_blocks)
     assert max(plan.num_tokens for plan in plans) == min(

@@ -5,9 +5,10 @@ CPU. Everything else is told as a share of these, in the same minute.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,20 @@ GEMM_SIZES = (2048, 4096)
 READ_BYTES = 2**29  # many times what a processor's caches hold
 
 
+def seconds_of_calls(function: Callable[[], object]) -> list[float]:
+    """Of at least one call, after one that does not count."""
+    function()
+    seconds: list[float] = []
+    started = time.perf_counter()
+    while (before := time.perf_counter()) - started < MEASURED_S or not seconds:
+        function()
+        seconds.append(time.perf_counter() - before)
+    return seconds
+
+
 def best_seconds(function: Callable[[], object]) -> float:
     """Of one call: the best of several, since what disturbs only ever adds."""
-    function()
-    best, started = float("inf"), time.perf_counter()
-    while (before := time.perf_counter()) - started < MEASURED_S or best == float("inf"):
-        function()
-        best = min(best, time.perf_counter() - before)
-    return best
+    return min(seconds_of_calls(function))
 
 
 def gemm_flops(dtype: torch.dtype) -> float:
@@ -60,6 +67,16 @@ def onednn_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that all threads together read from memory, in order, in huge pages."""
-    data = HugePages().copy(torch.ones(READ_BYTES // 4))
-    return READ_BYTES / best_seconds(data.sum)
+    """Bytes a second that all threads together read from memory, in order, in huge pages: the
+    most in this moment."""
+    return READ_BYTES / best_seconds(_memory().sum)
+
+
+def usual_read_bandwidth() -> float:
+    """The same, but what most readings of this moment get: to compare with what is usual too."""
+    return READ_BYTES / statistics.median(seconds_of_calls(_memory().sum))
+
+
+@cache
+def _memory() -> torch.Tensor:
+    return HugePages().copy(torch.ones(READ_BYTES // 4))

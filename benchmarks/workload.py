@@ -18,7 +18,7 @@ NUM_LONG_REQUESTS = 16
 LONG_PROMPT_TOKENS = 4000
 LONG_OUTPUT_TOKENS = (16, 64)
 
-SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS = 16, 256
+SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS = 16, 64
 
 PREFIX_TOKENS = 1000
 TAIL_TOKENS = (16, 64)
@@ -51,7 +51,7 @@ def shared_prefix(num_requests: int = NUM_REQUESTS) -> Requests:
 
 
 def single(num_requests: int = 1) -> Requests:
-    """A short prompt and a long answer: to be sent one at a time."""
+    """Mostly decoding, over before the machine changes its speed: to be sent one at a time."""
     rng = random.Random(0)
     return [(_tokens(rng, SINGLE_PROMPT_TOKENS), SINGLE_OUTPUT_TOKENS) for _ in range(num_requests)]
 

@@ -14,9 +14,6 @@
 #define MOST_DEPTH 1024     /* pairs at a time: the part of a panel is 256 KiB, within L2 */
 #define JOBS_PER_THREAD 6   /* at least, so that the last ones end together */
 #define FEW_ROWS MAX_ROWS   /* that read weights from memory as fast as they come */
-/* Bytes ahead of a few rows' products at which their weights are fetched: more rows take longer
-   over a line, and so meet what the processor fetches by itself elsewhere (measured). */
-#define FETCHED_AHEAD(rows) ((rows) <= 4 ? 2048 : 7168)
 
 struct output {
     const uint16_t *bias; /* [N], in the order of the panels' columns, or NULL */
@@ -56,7 +53,8 @@ INLINE void finish(const struct output *o, const float *sums, int64_t row, int64
 }
 
 /* Rows [start, stop) of x [M, K] times `num` columns of a panel, which are y's from `first` on;
-   meanwhile `ahead` is fetched, so many `lines` for each pair along K and block of rows. */
+   meanwhile `ahead`, if it is one, is fetched: so many `lines` for each pair along K and block of
+   rows. */
 static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *panel,
                            const char *ahead, int lines, int depth, int64_t start, int64_t stop,
                            int64_t first, int num, const struct output *o) {
@@ -67,7 +65,7 @@ static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *
         int64_t at = (int64_t)k * PANEL;
         product_and_fetch((const uint32_t *)(x + start * x_stride) + k, x_stride / 2, panel + at,
                           PANEL, sums, PANEL, rows, num / LANES, part, k > 0, 1,
-                          ahead + at * 4, lines);
+                          ahead ? ahead + at * 4 : NULL, lines);
     }
     for (int i = 0; i < rows; i++) finish(o, sums + i * PANEL, start + i, first, num);
 }
@@ -94,8 +92,8 @@ static struct cut cut_product(int64_t num_rows, int64_t num_out, int gated, int 
     return (struct cut){panels, (num_rows + rows - 1) / rows, 0};
 }
 
-/* A few rows: each job's columns follow one another, so that its weights come as one stream, which is
-   fetched a little ahead. */
+/* A few rows: each job's columns follow one another, so that its weights come as one stream. The
+   processor fetches it by itself; to fetch ahead as well took up to a tenth longer. */
 static void multiply_few_rows(struct member *m, const uint16_t *x, int64_t x_stride,
                               const uint32_t *panels, const struct output *o, int64_t num_rows,
                               int64_t num_in, int64_t num_out) {
@@ -107,10 +105,8 @@ static void multiply_few_rows(struct member *m, const uint16_t *x, int64_t x_str
             int64_t panel = from / PANEL, end = (panel + 1) * PANEL;
             const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;
             stop = end < to ? end : to;
-            /* Of a part of a panel, at an end, only some of each line's neighbours are this job's. */
-            int lines = stop - from == PANEL ? MOST_LINES : 0;
-            multiply_panel(x, x_stride, own, (const char *)own + FETCHED_AHEAD(num_rows), lines,
-                           (int)(num_in / 2), 0, num_rows, from, (int)(stop - from), o);
+            multiply_panel(x, x_stride, own, NULL, 0, (int)(num_in / 2), 0, num_rows, from,
+                           (int)(stop - from), o);
         }
     }
 }

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from cb_kernels import uses_triton
 
 from cb_backend.errors import ConfigError
+from cb_backend.runtime.control_groups import control_groups, two_numbers_in
 
 logger = logging.getLogger(__name__)
+
+_GROUP_FILES = (  # of the microseconds to use in a period, and of the period: of version 2, and 1
+    ("cpu.max",),
+    ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+)
 
 
 def choose_device(name: str) -> torch.device:
@@ -34,21 +41,23 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_num_threads(wanted: int | None, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def choose_num_threads(wanted: int | None, groups: Iterable[Path] | None = None) -> int:
     """The CPU threads of a config's `num_threads`; None: as many as torch would take, and no more
-    than the container may run at once: others would stop all when its time is used up."""
+    than the process's control groups (`groups`) let run at once: others would stop all when its
+    time is used up."""
     if wanted is not None:
         return wanted
     num_threads = torch.get_num_threads()
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        allowed = int(quota) // int(period)
-    except (OSError, ValueError):  # no cgroup v2 here, or its limit is the word "max"
-        return num_threads
+    allowed = num_threads
+    for folder in control_groups("cpu") if groups is None else groups:
+        for files in _GROUP_FILES:
+            if (numbers := two_numbers_in(folder, *files)) is not None:
+                quota, period = numbers
+                if quota > 0:  # -1 of version 1: no limit
+                    allowed = min(allowed, max(1, quota // period))
     if allowed < num_threads:
-        num_threads = max(1, allowed)
-        logger.info("CPU threads: %d, the container's limit", num_threads)
-    return num_threads
+        logger.info("CPU threads: %d, the container's limit", allowed)
+    return allowed
 
 
 def choose_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:

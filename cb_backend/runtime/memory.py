@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from cb_backend.errors import ConfigError
+from cb_backend.runtime.control_groups import control_groups, two_numbers_in
 
-_CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (  # of a limit, and of what is used of it: version 2, and 1
+_GROUP_FILES = (  # of a limit, and of what is used of it: of version 2, and 1
     ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 _MEMINFO = Path("/proc/meminfo")
 
@@ -23,19 +24,17 @@ def available_bytes(device: torch.device, memory_fraction: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int(total * (1.0 - memory_fraction)))
-    return host_available_bytes(_MEMINFO, _CGROUP)
+    return host_available_bytes(_MEMINFO, control_groups("memory"))
 
 
-def host_available_bytes(meminfo: Path, cgroup: Path) -> int:
-    """MemAvailable, or what is left of the container's limit if that is less."""
+def host_available_bytes(meminfo: Path, groups: Iterable[Path]) -> int:
+    """MemAvailable, or what is left of a control group's limit where that is less."""
     available = _mem_available(meminfo)
-    for limit_file, used_file in _CGROUP_FILES:
-        try:
-            limit = int((cgroup / limit_file).read_text())
-            used = int((cgroup / used_file).read_text())
-        except (OSError, ValueError):  # of the other version, or its limit is the word "max"
-            continue
-        available = min(available, limit - used)
+    for folder in groups:
+        for files in _GROUP_FILES:
+            if (numbers := two_numbers_in(folder, *files)) is not None:
+                limit, used = numbers
+                available = min(available, limit - used)
     return max(0, available)
 
 

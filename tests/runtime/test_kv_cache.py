@@ -64,20 +64,22 @@ def test_cuda_takes_a_fraction_of_the_whole_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_container_limit_counts(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
+    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
     meminfo.write_text("MemTotal: 99 kB\nMemAvailable:   50 kB\n")
-    assert memory.host_available_bytes(meminfo, tmp_path) == 50 * 1024
-    (tmp_path / "memory.max").write_text("max")
-    (tmp_path / "memory.current").write_text("1024")
-    assert memory.host_available_bytes(meminfo, tmp_path) == 50 * 1024
-    (tmp_path / "memory.max").write_text("10240")
-    assert memory.host_available_bytes(meminfo, tmp_path) == 9216
-    (tmp_path / "memory").mkdir()  # of version 1
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9000")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("8000")
-    assert memory.host_available_bytes(meminfo, tmp_path) == 1000
+    group.mkdir()
+    assert memory.host_available_bytes(meminfo, [group]) == 50 * 1024
+    (group / "memory.max").write_text("max")
+    (group / "memory.current").write_text("1024")
+    assert memory.host_available_bytes(meminfo, [group]) == 50 * 1024
+    (group / "memory.max").write_text("10240")
+    assert memory.host_available_bytes(meminfo, [group]) == 9216
+    outer = tmp_path / "outer"  # of version 1
+    outer.mkdir()
+    (outer / "memory.limit_in_bytes").write_text("9000")
+    (outer / "memory.usage_in_bytes").write_text("8000")
+    assert memory.host_available_bytes(meminfo, [group, outer]) == 1000
     with pytest.raises(ConfigError, match="set kv_cache_gib or num_kv_blocks"):
-        memory.host_available_bytes(tmp_path / "none", tmp_path)
+        memory.host_available_bytes(tmp_path / "none", [])
 
 
 def test_a_system_that_does_not_tell_its_free_memory_is_a_config_error(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_a_system_that_does_not_tell_its_free_memory_is_a_config_error(tmp_path:
     for text in ("MemTotal: 99 kB\nMemFree: 50 kB\n", "MemAvailable: many\n", "MemAvailable:\n"):
         meminfo.write_text(text)
         with pytest.raises(ConfigError, match="free memory"):
-            memory.host_available_bytes(meminfo, tmp_path)
+            memory.host_available_bytes(meminfo, [])
 
 
 def test_a_pool_without_room_for_one_block_is_refused() -> None:

@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 
+import torch
+
 from cb_kernels.cpu.build import BuildError, built_library
 from cb_kernels.cpu.kernels import Kernels
 from cb_kernels.cpu.self_test import fault_of
@@ -29,19 +31,21 @@ def kernels() -> Kernels | None:
     except (BuildError, OSError) as error:
         logger.warning("CPU kernels: torch, since %s", error)
         return None
-    fault = fault_of(loaded)
-    if fault is not None:
-        logger.warning("CPU kernels: torch, since the ones in C fail their test: %s", fault)
-        return None
-    if loaded.has_decoder:
-        # Here, since it needs what imports this module.
-        from cb_kernels.cpu.decoder_self_test import fault_of_decoder
-
-        fault = fault_of_decoder(loaded)
-        loaded.has_decoder = fault is None
+    # The tests' tensors are the CPU's, whatever device the caller has made the default.
+    with torch.device("cpu"):
+        fault = fault_of(loaded)
         if fault is not None:
-            logger.warning(
-                "CPU kernels: no decoder in one call, since it fails its test: %s", fault
-            )
+            logger.warning("CPU kernels: torch, since the ones in C fail their test: %s", fault)
+            return None
+        if loaded.has_decoder:
+            # Here, since it needs what imports this module.
+            from cb_kernels.cpu.decoder_self_test import fault_of_decoder
+
+            fault = fault_of_decoder(loaded)
+            loaded.has_decoder = fault is None
+            if fault is not None:
+                logger.warning(
+                    "CPU kernels: no decoder in one call, since it fails its test: %s", fault
+                )
     logger.info("CPU kernels: %s, from %s", loaded.name, path)
     return loaded

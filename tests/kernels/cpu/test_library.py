@@ -175,6 +175,22 @@ def test_a_decoder_s_call_that_is_right_is_used(caplog: pytest.LogCaptureFixture
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("default", ["meta", "float64"])
+def test_a_caller_s_defaults_do_not_reach_the_tests_at_load(
+    default: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a default device without memory of the CPU's, the library was given addresses of none."""
+    dtype = torch.get_default_dtype()
+    try:
+        if default == "float64":
+            torch.set_default_dtype(torch.float64)
+        with torch.device("meta" if default == "meta" else "cpu"), caplog.at_level(logging.WARNING):
+            library.kernels()
+    finally:
+        torch.set_default_dtype(dtype)
+    assert not any("fail" in message for message in caplog.messages)
+
+
 def test_a_cache_folder_that_others_may_write_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

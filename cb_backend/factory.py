@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
+from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.engine.recorder import open_recorder
 from cb_backend.engine.saved_cache import restore_cache
 from cb_backend.serving.async_engine import AsyncEngine
@@ -47,7 +50,16 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
         build, step_timeout_s=config.step_timeout_s, drain_timeout_s=config.drain_timeout_s
     )
     thread.start()
+    atexit.register(_end_with_the_interpreter, weakref.ref(thread))
     return AsyncEngine(config, thread)
+
+
+def _end_with_the_interpreter(reference: weakref.ref[EngineThread]) -> None:
+    """For who has not closed the engine: a thread that is inside torch when the interpreter is gone
+    aborts the process. What it computes then is cut off after the step."""
+    thread = reference()
+    if thread is not None and thread.life.status in (EngineStatus.READY, EngineStatus.DRAINING):
+        thread.close(limit_s=0.0)
 
 
 @contextmanager

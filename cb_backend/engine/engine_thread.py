@@ -86,15 +86,18 @@ class EngineThread:
             raise self.life.refusal()
         return self._inbox.call(function)
 
-    def drain(self) -> None:
-        """Refuse new requests, let the others finish until drain_timeout_s is over, then stop."""
+    def drain(self, limit_s: float | None = None) -> None:
+        """Refuse new requests, let the others finish until `limit_s` (None: drain_timeout_s) is
+        over, then stop."""
+        limit_s = self._drain_timeout_s if limit_s is None else limit_s
         self.life.advance(EngineStatus.DRAINING)
-        self._inbox.put(Stop(time.monotonic() + self._drain_timeout_s))
+        self._inbox.put(Stop(time.monotonic() + limit_s))
 
-    def close(self) -> None:
+    def close(self, limit_s: float | None = None) -> None:
         """Drain and wait for the end. May be called again. A hanging step is not waited for."""
-        self.drain()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        self.drain(limit_s)
+        # Not alive: never started, over, or left behind by a fork.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self.life.ended.wait(self._drain_timeout_s + self._step_timeout_s)
             if not self.life.is_dead:
                 self._thread.join()

@@ -82,6 +82,31 @@ def test_a_container_limit_counts(tmp_path: Path) -> None:
         memory.host_available_bytes(tmp_path / "none", [])
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "statistic"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_files_that_were_read_leave_a_container_its_memory(
+    limit: str, used: str, statistic: str, tmp_path: Path
+) -> None:
+    """A pod that had just read its weights had no room for a pool as large as it could be."""
+    meminfo, stat = tmp_path / "meminfo", tmp_path / "memory.stat"
+    meminfo.write_text("MemAvailable: 50 kB\n")
+    (tmp_path / limit).write_text("10000")
+    (tmp_path / used).write_text("9000")
+    for text, expected in (
+        (f"anon 1000\n{statistic} 6000\n", 7000),
+        (f"{statistic} 60000\n", 10000),  # read a moment later
+        ("anon 1000\n", 1000),
+        ("not of this kind\n", 1000),
+    ):
+        stat.write_text(text)
+        assert memory.host_available_bytes(meminfo, [tmp_path]) == expected
+
+
 def test_a_system_that_does_not_tell_its_free_memory_is_a_config_error(tmp_path: Path) -> None:
     """Not another one: an idle engine asks too, and goes on without."""
     meminfo = tmp_path / "meminfo"

@@ -8,5 +8,5 @@ from cb_kernels import can_pair
 
 needs_pairs = pytest.mark.skipif(
     not can_pair(torch.bfloat16, block_size=16, head_dim=32, group=3),
-    reason="no products of bfloat16 pairs on this machine",
+    reason="no kernels in C on this machine",
 )

@@ -199,11 +199,11 @@ INLINE void attend_job(const struct problem *p, const struct job *jobs, int64_t 
     int head = (int)(i % p->kv_heads);
     if (!bf16) {
         attend(t, p, job, head, 0, 0, 0, NULL);
-    } else if (HAS_PAIRS && paired) {
+    } else if (paired) {
         struct fetch later = later_job(p, jobs, num_jobs, i + threads);
         attend(t, p, job, head, 1, 1, 1, &later);
     } else {
-        attend(t, p, job, head, 1, HAS_PAIRS, 0, NULL);
+        attend(t, p, job, head, 1, 1, 0, NULL);
     }
 }
 

@@ -2,8 +2,6 @@
    and what is planned for them. */
 #include "plain_decoder.c"
 
-#if HAS_PAIRS
-
 /* Whether everything that the step names is there. */
 static int step_fits(const struct model *m, const struct step *s) {
     for (int64_t t = 0; t < s->tokens; t++)
@@ -110,4 +108,3 @@ int cb_end_decoder(struct run *run) {
     return status;
 }
 
-#endif

@@ -38,15 +38,13 @@ _SIGNATURES: dict[str, Sequence[object]] = {
     "cb_begin_decoder": (_POINTER, _POINTER, _POINTER, _POINTER),
     "cb_help_decoder": (_POINTER,),
     "cb_end_decoder": (_POINTER,),
-    "cb_has_pairs": (),
+    "cb_multiplies_pairs": (),
     "cb_has_int8": (),
 }
-# Only where bfloat16 products are.
-_OF_PAIRS = ("cb_linear", "cb_begin_decoder", "cb_help_decoder", "cb_end_decoder")
 _RETURNS_INT = (
     *("cb_attention", "cb_store_kv", "cb_store_kv_paired"),
     *("cb_begin_decoder", "cb_end_decoder"),
-    *("cb_has_pairs", "cb_has_int8"),
+    *("cb_multiplies_pairs", "cb_has_int8"),
 )
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
@@ -60,17 +58,14 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        has_pairs = bool(library.cb_has_pairs())
         for name, signature in _SIGNATURES.items():
-            if name in _OF_PAIRS and not has_pairs:
-                continue
             function = getattr(library, name)
             function.argtypes = signature
             function.restype = _INT if name in _RETURNS_INT else None
-        self.has_linear = has_pairs
-        self.has_decoder = has_pairs  # in one call; the loader takes it back where its test fails
+        self.has_decoder = True  # in one call; the loader takes it back where its test fails
         self.int8 = Int8Kernels(library) if library.cb_has_int8() else None
-        self.name = "C with bfloat16 products" if self.has_linear else "C"
+        multiplied = "multiplied in pairs" if library.cb_multiplies_pairs() else "widened"
+        self.name = f"C, bfloat16 {multiplied}"
 
     def takes_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         """Any window, soft cap and sinks; head dimensions of whole vectors."""
@@ -87,8 +82,7 @@ class Kernels:
     def takes_paired(self, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> bool:
         """A paired cache is the kernels' alone: whatever a model asks of it must be theirs."""
         return (
-            self.has_linear
-            and dtype == torch.bfloat16
+            dtype == torch.bfloat16
             and block_size % _LANES == 0
             and head_dim % _LANES == 0
             and head_dim <= _MOST_HEAD_DIM
@@ -184,8 +178,7 @@ class Kernels:
     def takes_linear(self, weight: Tensor, *, gated: bool) -> bool:
         width, depth = weight.shape
         return (
-            self.has_linear
-            and weight.dtype == torch.bfloat16
+            weight.dtype == torch.bfloat16
             and width % (_PANEL if gated else _LANES) == 0
             and depth % 2 == 0
         )

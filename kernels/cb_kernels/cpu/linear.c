@@ -5,13 +5,10 @@
 #include "product.h"
 #include "team.h"
 
-#if HAS_PAIRS
-
 #include <omp.h>
 
 #define PANEL 64
 #define MOST_ROWS 128       /* of a job: its float sums are 32 KiB */
-#define MOST_DEPTH 1024     /* pairs at a time: the part of a panel is 256 KiB, within L2 */
 #define JOBS_PER_THREAD 6   /* at least, so that the last ones end together */
 #define FEW_ROWS MAX_ROWS   /* that read weights from memory as fast as they come */
 
@@ -161,7 +158,5 @@ void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, cons
                    num_rows, num_in, num_out);
 }
 
-#endif
-
-/* Whether bfloat16 linears can be had from this build. */
-int cb_has_pairs(void) { return HAS_PAIRS; }
+/* Whether the processor itself multiplies pairs, for the log. */
+int cb_multiplies_pairs(void) { return MULTIPLIES_PAIRS; }

@@ -7,8 +7,6 @@
    Everything is bfloat16. */
 #include "workers.c"
 
-#if HAS_PAIRS
-
 #define TOKENS_AT_ONCE 4 /* of small work */
 
 struct layer { /* mirrored in plain_decoder.py */
@@ -210,5 +208,3 @@ static void walk_model(const void *what, struct member *me) {
     }
     answer(me, m, s, &t, run->plan.bests);
 }
-
-#endif

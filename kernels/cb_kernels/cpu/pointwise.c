@@ -92,7 +92,7 @@ INLINE void store_pairs(const uint16_t *key, const uint16_t *value, uint16_t *k_
                         uint16_t *v_block, int64_t offset, int64_t dim, int64_t block_size) {
     uint16_t *keys = k_block + offset * 2;
     for (int64_t d = 0; d < dim; d += 2) memcpy(keys + d * block_size, key + d, 4);
-#if HAS_PAIRS
+#if defined(__AVX512BW__)
     /* Only the token's own halves are written: another thread may write its partner's. */
     __mmask32 halves = offset % 2 ? 0xaaaaaaaa : 0x55555555;
     for (int64_t d = 0; d < dim; d += LANES) {

@@ -8,36 +8,49 @@
 
 #define LINE 64 /* bytes of the cache */
 #define MOST_LINES 4 /* that are fetched with each of `depth` */
+/* Of a product of pairs: the part of a linear's panel is within L2, a block of widened rows within L1. */
+#define MOST_DEPTH (MULTIPLIES_PAIRS ? 1024 : 512)
 
 #if defined(__AVX512F__)
-#define MAX_ROWS 6 /* 6 x 4 accumulators, 4 vectors of B: 28 of 32 registers */
-#define MAX_VECTORS 4
+#define MAX_VECTORS 4 /* 6 x 4 sums, 4 vectors of B: 28 of 32 registers */
 #else
-#define MAX_ROWS 4 /* 4 x 1 accumulators, 1 vector of B, in halves: 10 of 16 registers */
-#define MAX_VECTORS 1
+#define MAX_VECTORS 1 /* 6 x 1 sums, 1 vector of B, in halves: 14 of 16 registers */
 #endif
+#define MAX_ROWS 6
+#define MAX_PIECES (MAX_VECTORS * PIECES)
 
-INLINE vf multiply_add(vf sum, uint32_t a, const uint32_t *b, int pairs) {
-#if HAS_PAIRS
+INLINE vp load_piece(const void *p) { return *(const vp_any *)p; }
+
+INLINE vp multiply_add(vp sum, uint32_t a, const uint32_t *b, int pairs) {
+#if MULTIPLIES_PAIRS
     if (pairs)
-        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a),
+        return (vp)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a),
                                     (__m512bh)_mm512_loadu_si512(b));
 #endif
     (void)pairs;
     float x;
     memcpy(&x, &a, 4);
-    return sum + x * load((const float *)b);
+    return sum + x * load_piece(b);
 }
 
+/* One of each pair, as floats. */
+INLINE vp half_of(const uint32_t *pairs, int odd) {
+    up x = (up)load_piece(pairs);
+    return (vp)(odd ? x & 0xffff0000u : x << 16);
+}
+
+/* Where pairs are widened, A's are already: see `widen_rows`. */
 INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda, const uint32_t *b,
                           int64_t ldb, float *c, int64_t ldc, int depth, int adds, int pairs,
                           const char *ahead, int lines) {
-    vf sums[MAX_ROWS][MAX_VECTORS];
+    vp sums[MAX_ROWS][MAX_PIECES];
+    const float *wide = (const float *)a;
+    int pieces = vectors * (int)PIECES;
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            sums[i][j] = adds ? load(c + i * ldc + j * LANES) : (vf){};
+        for (int j = 0; j < pieces; j++)
+            sums[i][j] = adds ? load_piece(c + i * ldc + j * PIECE) : (vp){};
     for (int k = 0; k < depth; k++, b += ldb) {
         if (lines) { /* written out: a loop would keep the sums from their registers */
             __builtin_prefetch(ahead, 0, 2);
@@ -46,16 +59,30 @@ INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
             if (lines > 3) __builtin_prefetch(ahead + 3 * LINE, 0, 2);
             ahead += lines * LINE;
         }
+        if (pairs && !MULTIPLIES_PAIRS) {
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++) {
+                vp half[MAX_PIECES];
+#pragma GCC unroll 4
+                for (int j = 0; j < pieces; j++) half[j] = half_of(b + j * PIECE, odd);
+#pragma GCC unroll 6
+                for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+                    for (int j = 0; j < pieces; j++)
+                        sums[i][j] += wide[i * lda + odd * (lda / 2) + k] * half[j];
+            }
+            continue;
+        }
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++)
-                sums[i][j] = multiply_add(sums[i][j], a[i * lda + k], b + j * LANES, pairs);
+            for (int j = 0; j < pieces; j++)
+                sums[i][j] = multiply_add(sums[i][j], a[i * lda + k], b + j * PIECE, pairs);
     }
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) store(c + i * ldc + j * LANES, sums[i][j]);
+        for (int j = 0; j < pieces; j++) *(vp_any *)(c + i * ldc + j * PIECE) = sums[i][j];
 }
 
 #define BLOCK(R, V)                                                                        \
@@ -74,16 +101,38 @@ INLINE void any_block_product(int rows, int vectors, const uint32_t *a, int64_t 
     }
 }
 
+/* A block's rows of pairs as floats: of each row the even ones, then the odd ones. */
+INLINE void widen_rows(int rows, const uint32_t *a, int64_t lda, int depth, float *wide) {
+    for (int i = 0; i < rows; i++, a += lda, wide += 2 * depth) {
+        int k = 0;
+        for (; k + PIECE <= depth; k += PIECE) {
+            *(vp_any *)(wide + k) = half_of(a + k, 0);
+            *(vp_any *)(wide + depth + k) = half_of(a + k, 1);
+        }
+        for (; k < depth; k++) {
+            wide[k] = one_of(a + k, 0, 1);
+            wide[depth + k] = one_of(a + k, 1, 1);
+        }
+    }
+}
+
 /* Rows in blocks of like size, since a block of one row wastes the most. */
 INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
                             float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
                             int adds, int pairs, const char *ahead, int lines) {
     int blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int v = 0; v < num_vectors; v += MAX_VECTORS) {
-        int vectors = num_vectors - v < MAX_VECTORS ? num_vectors - v : MAX_VECTORS;
-        for (int block = 0; block < blocks; block++) {
-            int start = num_rows * block / blocks, stop = num_rows * (block + 1) / blocks;
-            any_block_product(stop - start, vectors, a + start * lda, lda, b + v * LANES, ldb,
+    float wide[pairs && !MULTIPLIES_PAIRS ? MAX_ROWS * 2 * MOST_DEPTH : 1];
+    for (int block = 0; block < blocks; block++) {
+        int start = num_rows * block / blocks, stop = num_rows * (block + 1) / blocks;
+        const uint32_t *own = a + start * lda;
+        int64_t stride = lda;
+        if (pairs && !MULTIPLIES_PAIRS) {
+            widen_rows(stop - start, own, lda, depth, wide);
+            own = (const uint32_t *)wide, stride = 2 * depth;
+        }
+        for (int v = 0; v < num_vectors; v += MAX_VECTORS) {
+            int vectors = num_vectors - v < MAX_VECTORS ? num_vectors - v : MAX_VECTORS;
+            any_block_product(stop - start, vectors, own, stride, b + v * LANES, ldb,
                               c + start * ldc + v * LANES, ldc, depth, adds, pairs, ahead, lines);
             if (ahead) ahead += (int64_t)depth * LINE * lines;
         }
@@ -99,9 +148,7 @@ INLINE void blocked_product(const uint32_t *a, int64_t lda, const uint32_t *b, i
                         ahead, lines);                                                         \
     }
 DEFINE_PRODUCT(product_of_floats, 0)
-#if HAS_PAIRS
 DEFINE_PRODUCT(product_of_pairs, 1)
-#endif
 
 /* How many lines each of `blocks` fetches of `total`; 0 where they would fetch much more. */
 INLINE int lines_of_each(int total, int blocks) {
@@ -113,15 +160,10 @@ INLINE int lines_of_each(int total, int blocks) {
 INLINE void product_and_fetch(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb,
                               float *c, int64_t ldc, int num_rows, int num_vectors, int depth,
                               int adds, int pairs, const char *ahead, int lines) {
-#if HAS_PAIRS
-    if (pairs) {
-        product_of_pairs(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead,
-                         lines);
-        return;
-    }
-#endif
-    (void)pairs;
-    product_of_floats(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead, lines);
+    if (pairs)
+        product_of_pairs(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead, lines);
+    else
+        product_of_floats(a, lda, b, ldb, c, ldc, num_rows, num_vectors, depth, adds, ahead, lines);
 }
 
 INLINE void product(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, float *c,

@@ -20,7 +20,7 @@ def fault_of(kernels: Kernels) -> str | None:
     """The first operation that differs from torch, or None."""
     for dtype in ALLOWED:
         checks = {"attention": _attention, "rms_norm": _rms_norm, "rope": _rope, "argmax": _argmax}
-        if kernels.has_linear and dtype == torch.bfloat16:
+        if dtype == torch.bfloat16:
             checks |= {"linear": _linear, "gated linear": _gated}
         if kernels.int8 is not None:
             checks |= {"int8 linear": _int8, "gated int8 linear": _gated_int8}

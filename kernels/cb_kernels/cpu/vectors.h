@@ -8,14 +8,20 @@
 #include <immintrin.h>
 #endif
 
-/* Whether bfloat16 products run on pairs (VDPBF16PS); elsewhere bfloat16 is widened to float. */
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define HAS_PAIRS 1
+/* Whether the processor multiplies pairs of bfloat16 (VDPBF16PS), and as fast as floats: see build.py.
+   Elsewhere they are widened to floats in the registers. */
+#if defined(__AVX512BF16__) && !defined(WIDENS_PAIRS)
+#define MULTIPLIES_PAIRS 1
 #else
-#define HAS_PAIRS 0
+#define MULTIPLIES_PAIRS 0
 #endif
 
 #define LANES 16
+#if defined(__AVX512F__)
+#define REGISTER_BYTES 64
+#else
+#define REGISTER_BYTES 32
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(64)));
@@ -24,6 +30,13 @@ typedef uint32_t vu __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 typedef uint16_t vh_any __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* What one register holds of a vector: GCC keeps arrays of more than that in memory. */
+#define PIECES (sizeof(vf) / REGISTER_BYTES)
+#define PIECE ((int)(REGISTER_BYTES / 4))
+typedef float vp __attribute__((vector_size(REGISTER_BYTES)));
+typedef float vp_any __attribute__((vector_size(REGISTER_BYTES), aligned(4), may_alias));
+typedef uint32_t up __attribute__((vector_size(REGISTER_BYTES)));
 
 INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
@@ -35,7 +48,7 @@ INLINE vf load_bf16(const uint16_t *p) {
 
 /* Rounds to nearest, ties to even. */
 INLINE void store_bf16(uint16_t *p, vf x) {
-#if HAS_PAIRS
+#if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
     vu u = (vu)x;

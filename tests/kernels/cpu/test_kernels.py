@@ -38,13 +38,6 @@ def _c() -> Kernels:
     return loaded
 
 
-@pytest.fixture(name="linears")
-def _linears(c: Kernels) -> Kernels:
-    if not c.has_linear:
-        pytest.skip("no bfloat16 products in this processor")
-    return c
-
-
 @pytest.fixture(name="threads")
 def _threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -159,54 +152,54 @@ def test_norm_and_rope_agree_with_torch(c: Kernels, tokens: int, dtype: torch.dt
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 7, 64, 129, 300])
 @pytest.mark.parametrize(("width", "depth"), [(16, 2), (80, 34), (128, 2500), (192, 64)])
-def test_linears_agree_with_torch(linears: Kernels, width: int, depth: int, rows: int) -> None:
+def test_linears_agree_with_torch(c: Kernels, width: int, depth: int, rows: int) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16
     x, bias = torch.randn(rows, depth, dtype=dtype), torch.randn(width, dtype=dtype)
     weight = (torch.randn(width, depth) * depth**-0.5).to(dtype)
     onto = torch.randn(rows, width, dtype=dtype)
     exact = F.linear(x.double(), weight.double(), bias.double())
-    packed = linears.pack(weight, gated=False)
-    actual = linears.linear(x, packed, bias, width, gated=False).double()
+    packed = c.pack(weight, gated=False)
+    actual = c.linear(x, packed, bias, width, gated=False).double()
     torch.testing.assert_close(actual, exact, atol=1e-2, rtol=1e-2)
-    actual = linears.linear(x, packed, bias, width, gated=False, onto=onto, scale=0.5).double()
+    actual = c.linear(x, packed, bias, width, gated=False, onto=onto, scale=0.5).double()
     torch.testing.assert_close(actual, onto + 0.5 * exact, atol=1e-2, rtol=1e-2)
-    if linears.takes_linear(weight, gated=True):
+    if c.takes_linear(weight, gated=True):
         gate, up = exact.chunk(2, -1)
-        packed, bias = linears.pack(weight, gated=True), linears.interleave(bias)
-        actual = linears.linear(x, packed, bias, width, gated=True).double()
+        packed, bias = c.pack(weight, gated=True), c.interleave(bias)
+        actual = c.linear(x, packed, bias, width, gated=True).double()
         torch.testing.assert_close(actual, F.silu(gate) * up, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6, 7, 24, 25, 60, 128, 129])
 @pytest.mark.parametrize("width", [16, 48, 208, 320, 1024])
 def test_a_linear_has_the_same_bits_by_any_number_of_threads(
-    linears: Kernels, width: int, rows: int, threads: Callable[[int], None]
+    c: Kernels, width: int, rows: int, threads: Callable[[int], None]
 ) -> None:
     """Also by more than have a column to multiply, and where panels do not divide among them."""
     x, weight = torch.randn(rows, 34).bfloat16(), torch.randn(width, 34).bfloat16()
     exact, expected = F.linear(x.double(), weight.double()), None
     for count in (1, 2, 3, 7):
         threads(count)
-        actual = linears.linear(x, linears.pack(weight, gated=False), None, width, gated=False)
+        actual = c.linear(x, c.pack(weight, gated=False), None, width, gated=False)
         expected = actual if expected is None else expected
         assert torch.equal(actual, expected)
         torch.testing.assert_close(actual.double(), exact, atol=5e-2, rtol=1e-2)
         if width % 64 == 0:
-            gated = linears.linear(x, linears.pack(weight, gated=True), None, width, gated=True)
+            gated = c.linear(x, c.pack(weight, gated=True), None, width, gated=True)
             gate, up = expected.float().chunk(2, -1)
             torch.testing.assert_close(gated.float(), F.silu(gate) * up, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_a_weight_without_outputs_has_none(
-    linears: Kernels, gated: bool, threads: Callable[[int], None]
+    c: Kernels, gated: bool, threads: Callable[[int], None]
 ) -> None:
     threads(1)
-    packed = linears.pack(torch.zeros(0, 64).bfloat16(), gated=gated)
+    packed = c.pack(torch.zeros(0, 64).bfloat16(), gated=gated)
     y = torch.full((128,), 7, dtype=torch.int16)
     x = torch.zeros(1, 64).bfloat16()
-    linears.library.cb_linear(
+    c.library.cb_linear(
         *(x.data_ptr(), 64, packed.data_ptr(), None, None, 1.0, gated),
         *(y[64:].data_ptr(), 1, 64, 0),
     )
@@ -214,29 +207,27 @@ def test_a_weight_without_outputs_has_none(
 
 
 @pytest.mark.parametrize("gate", [-3e38, -1e37, -100.0, 0.0, 90.0, -torch.inf, torch.nan], ids=str)
-def test_the_gate_of_a_linear_takes_any_number(linears: Kernels, gate: float) -> None:
+def test_the_gate_of_a_linear_takes_any_number(c: Kernels, gate: float) -> None:
     weight = torch.zeros(64, 16, dtype=torch.bfloat16)
     weight[:32, 0], weight[32:, 1] = 1.0, 1.0
     x = torch.tensor([[gate, 1.0] + [0.0] * 14], dtype=torch.bfloat16)
-    actual = linears.linear(x, linears.pack(weight, gated=True), None, 64, gated=True)
+    actual = c.linear(x, c.pack(weight, gated=True), None, 64, gated=True)
     expected = F.silu(x[:, :1].float()).expand(1, 32)
     torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=1e-2, equal_nan=True)
 
 
 def test_a_linear_reads_whole_dwords_wherever_x_begins(
-    linears: Kernels, monkeypatch: pytest.MonkeyPatch
+    c: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = linears.pack(torch.zeros(16, 6, dtype=torch.bfloat16), gated=False)
+    packed = c.pack(torch.zeros(16, 6, dtype=torch.bfloat16), gated=False)
     begins: list[int] = []
     library = SimpleNamespace(cb_linear=lambda x, *others: begins.append(x))
-    monkeypatch.setattr(linears, "library", library)
-    linears.linear(
-        torch.zeros(13, dtype=torch.bfloat16)[1:].view(2, 6), packed, None, 16, gated=False
-    )
+    monkeypatch.setattr(c, "library", library)
+    c.linear(torch.zeros(13, dtype=torch.bfloat16)[1:].view(2, 6), packed, None, 16, gated=False)
     assert begins[0] % 4 == 0
 
 
-def test_a_packed_weight_refuses_what_it_would_read_as_something_else(linears: Kernels) -> None:
+def test_a_packed_weight_refuses_what_it_would_read_as_something_else(c: Kernels) -> None:
     packed = pack_linear(torch.zeros(16, 6, dtype=torch.bfloat16), None, gated=False)
     assert packed is not None
     for wrong in (torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 6)):

@@ -72,20 +72,51 @@ def test_two_processes_compile_at_once(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
+PROCESSORS = {
+    "of AMD": ("-UWIDENS_PAIRS",),
+    "of Intel": ("-DWIDENS_PAIRS",),
+    "no bf16": ("-mno-avx512bf16",),
+    "avx2": ("-mno-avx512bf16", "-mno-avx512f"),
+}
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
-@pytest.mark.parametrize(
-    "flags", [("-mno-avx512bf16",), ("-mno-avx512bf16", "-mno-avx512f")], ids=["no bf16", "avx2"]
-)
-def test_a_lesser_processor_gets_kernels_that_agree_with_torch(
+@pytest.mark.parametrize("flags", PROCESSORS.values(), ids=PROCESSORS)
+def test_another_processor_gets_kernels_that_agree_with_torch(
     flags: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
+    """Bfloat16 linears and the decoder in one call are there on each of them."""
+    monkeypatch.setattr(build, "flags", lambda: (*build.FLAGS, *flags))
     loaded = Kernels(ctypes.CDLL(str(build.built_library(folder))))
-    assert loaded.name == "C"
-    assert not loaded.takes_paired(torch.bfloat16, 32, 64, 3)
-    assert not loaded.takes_linear(torch.zeros(64, 64, dtype=torch.bfloat16), gated=False)
-    assert not loaded.has_decoder
+    assert loaded.takes_paired(torch.bfloat16, 32, 64, 3)
     assert fault_of(loaded) is None
+    assert fault_of_decoder(loaded) is None
+    for num_rows, depth, width in ((1, 2, 16), (6, 34, 80), (7, 1030, 192), (70, 2050, 48)):
+        generator = torch.Generator().manual_seed(num_rows)
+        x, weight = (
+            torch.randn(n, depth, generator=generator).bfloat16() for n in (num_rows, width)
+        )
+        packed = loaded.pack(weight, gated=False)
+        actual = loaded.linear(x, packed, None, width, gated=False).double()
+        expected = x.double() @ weight.double().T
+        assert (actual - expected).abs().max() <= 0.004 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "name"),
+    [("GenuineIntel", "widened"), ("AuthenticAMD", "multiplied in pairs")],
+)
+def test_pairs_are_widened_on_intel_s_processors_only(
+    vendor: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = build.processor()
+    if "avx512_bf16" not in processor:
+        pytest.skip("no products of pairs in this processor")
+    for known in ("GenuineIntel", "AuthenticAMD"):
+        processor = processor.replace(known, vendor)
+    monkeypatch.setattr(build, "processor", lambda: processor)
+    loaded = Kernels(ctypes.CDLL(str(build.built_library(folder))))
+    assert loaded.name == f"C, bfloat16 {name}"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
@@ -147,7 +178,6 @@ def test_a_decoder_s_call_that_differs_from_single_operations_is_not_used(
     monkeypatch.setattr(build, "SOURCES", sources)
     loaded = library.kernels()
     assert loaded is not None
-    assert loaded.has_linear
     assert not loaded.has_decoder
     assert "no decoder in one call, since it fails its test: logits are off by" in caplog.text
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from cb_backend.config import EngineConfig
 from cb_backend.engine.engine import Engine
 from cb_backend.engine.engine_thread import EngineThread
-from cb_backend.engine.lifecycle import EngineStatus
 from cb_backend.engine.recorder import open_recorder
 from cb_backend.engine.saved_cache import restore_cache
 from cb_backend.serving.async_engine import AsyncEngine
@@ -55,10 +54,11 @@ def create_engine(config: EngineConfig) -> AsyncEngine:
 
 
 def _end_with_the_interpreter(reference: weakref.ref[EngineThread]) -> None:
-    """For who has not closed the engine: a thread that is inside torch when the interpreter is gone
-    aborts the process. What it computes then is cut off after the step."""
+    """For who has not closed the engine, or not waited for its end: a thread that is inside torch
+    when the interpreter is gone aborts the process. What it computes is cut off after the step; a
+    model that loads is waited for, and a cache that is being saved."""
     thread = reference()
-    if thread is not None and thread.life.status in (EngineStatus.READY, EngineStatus.DRAINING):
+    if thread is not None and not thread.life.is_dead:
         thread.close(limit_s=0.0)
 
 

@@ -115,9 +115,16 @@ class EngineThread:
             if not self.life.is_dead:
                 save_cache(self._engine)
             self._engine.close()
-        except ModelError as error:  # nothing crashed: its message is all there is to know
-            self._end_all(self.life.die(error.message))
         except BaseException as error:  # whatever it was, nobody may wait for ever
+            if self._engine is None and self.life.status is EngineStatus.DRAINING:
+                # Closed meanwhile, maybe the reason: an interpreter that ends imports no more.
+                logger.info("closed while the model loaded: %r", error)
+                self.life.advance(EngineStatus.STOPPED)
+                self._end_all(EngineUnavailableError("the engine has shut down"))
+                return
+            if isinstance(error, ModelError):  # nothing crashed: its message says all
+                self._end_all(self.life.die(error.message))
+                return
             logger.exception("the engine thread ends")
             # A CBError is ours and explains itself; another error's text may hold users' data.
             why = error.message if isinstance(error, CBError) else type(error).__name__

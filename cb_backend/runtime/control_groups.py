@@ -3,6 +3,7 @@ other systems there are none. Any thread."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +18,16 @@ def control_groups(
     process's own and all around it, of version 2 and of version 1. Some may not exist: a container
     sees its own group as the root, whatever its name outside is."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = os.fsdecode(membership.read_bytes()).split("\n")  # a name may hold any byte else
     except OSError:
         lines = []
     bases = {"": root, controller: root / controller}
     own = dict(bases)
     for line in lines:  # 0::/path of version 2, 4:cpu,cpuacct:/path of version 1
-        _, names, path = line.split(":", 2)
-        for name in bases.keys() & names.split(","):
-            own[name] = bases[name] / path.lstrip("/")
+        match line.split(":", 2):
+            case [_, names, path]:
+                for name in bases.keys() & names.split(","):
+                    own[name] = bases[name] / path.lstrip("/")
     for name, base in bases.items():
         for folder in (own[name], *own[name].parents):
             yield folder

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from cb_kernels import uses_triton
+from cb_kernels import multiplies_bfloat16, uses_triton
 
 from cb_backend.errors import ConfigError
 from cb_backend.runtime.control_groups import control_groups, two_numbers_in
@@ -94,5 +94,7 @@ def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> t
 def _cpu_is_fast_in(dtype: torch.dtype) -> bool:
     features = torch.cpu.get_capabilities()
     if dtype == torch.bfloat16:
-        return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        return multiplies_bfloat16() or any(
+            features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")
+        )
     return dtype == torch.float16 and bool(features.get("amx_fp16"))

@@ -11,10 +11,12 @@ import torch
 from cb_backend.errors import ConfigError
 from cb_backend.runtime.control_groups import control_groups, two_numbers_in
 
-# Of a limit, of what is used of it, and what of memory.stat the system takes back before it kills
-# anybody: files that were read and nobody uses. Of version 2, and 1.
+# Of a limit, above which a group waits for memory or is killed, of what is used of it, and what of
+# memory.stat the system takes back before that: files that were read and nobody uses. Of version 2,
+# and 1.
 _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _MEMINFO = Path("/proc/meminfo")

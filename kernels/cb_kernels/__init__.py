@@ -23,7 +23,7 @@ from cb_kernels.ops import (
     store_heads,
     store_kv,
 )
-from cb_kernels.packed_linear import PackedLinear, pack_linear
+from cb_kernels.packed_linear import PackedLinear, multiplies_bfloat16, pack_linear
 from cb_kernels.paired import can_pair, paired_views, plain_views
 from cb_kernels.pointwise import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from cb_kernels.ragged import RaggedBatch, Rows, Workspace
@@ -57,6 +57,7 @@ __all__ = [
     "gelu_and_mul",
     "invariant_linear",
     "mix_experts",
+    "multiplies_bfloat16",
     "pack_linear",
     "paged_attention",
     "paired_views",

@@ -72,3 +72,9 @@ def pack_linear(
         bias = c.interleave(bias)
     packed = c.pack(weight, gated=gated, pages=pages)
     return PackedLinear(packed, bias, weight.shape, gated=gated)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether a CPU weight of bfloat16 has a kernel: half the bytes of float32, and as fast."""
+    c = kernels()
+    return c is not None and c.has_linear

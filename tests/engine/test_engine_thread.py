@@ -91,6 +91,24 @@ def test_a_model_that_is_wrong_is_told_in_one_line_without_a_traceback(
         thread.submit(make_request("a", [1]), RecordingReceiver())
 
 
+def test_an_engine_that_was_closed_while_it_loaded_has_stopped_even_if_loading_failed(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of an interpreter imports fail: of that nobody needs to hear."""
+    closed = threading.Event()
+
+    def load() -> ShadowExecutor:
+        assert closed.wait(10.0)
+        raise RuntimeError("can't register atexit after shutdown")
+
+    thread = start(load)
+    thread.drain()
+    closed.set()
+    eventually(thread.life.ended.is_set)
+    assert thread.life.status is EngineStatus.STOPPED
+    assert not caplog.records
+
+
 def test_an_abort_takes_effect_before_the_next_step(start: Start) -> None:
     gate = Gate()
     executor = ShadowExecutor(before_step=gate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_the_groups_of_version_1_are_each_controller_s_own(tmp_path: Path) -> No
         *(root / "cpu" / "a" / "b", root / "cpu" / "a", root / "cpu"),
     ]
     assert root / "memory" / "docker" / "1f:2" in set(control_groups("memory", root, file))
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "a\u2028b\x85c\x0cd".encode(), b"a b:c"])
+def test_a_group_may_have_any_name(name: bytes, tmp_path: Path) -> None:
+    """The engine did not start in such a group."""
+    file, root = tmp_path / "membership", tmp_path / "root"
+    file.write_bytes(b"garbage\n\n0::/" + name + b"\n")
+    assert next(control_groups("cpu", root, file)) == root / os.fsdecode(name)
 
 
 def test_a_group_outside_of_what_is_seen_leads_to_the_root(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -20,8 +21,7 @@ SOURCES = Path(__file__).parent
 UNIT = "kernels.c"  # includes the others
 # Contraction to fused multiply-adds is gcc's default; clang's is narrower.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
-# Intel's cores multiply bfloat16 pairs (VDPBF16PS) at half the rate of floats, AMD's at twice.
-WIDENING = "-DWIDENS_PAIRS"
+OF_INTEL = "-DOF_INTEL"  # what the sources do otherwise on such a processor; no macro says it
 _DIGEST_BYTES = 32
 _SECONDS = 120  # for the compiler; it takes two
 
@@ -40,12 +40,16 @@ def built_library(folder: Path | None = None) -> Path:
     return path
 
 
-def find_compiler() -> str:
-    """$CC, or cc, gcc or clang from the path."""
-    wanted = os.environ.get("CC")
-    for name in (wanted,) if wanted else ("cc", "gcc", "clang"):
+def find_compiler() -> list[str]:
+    """The command: $CC with its arguments, or cc, gcc or clang from the path."""
+    wanted = os.environ.get("CC", "").strip()
+    try:
+        commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
+    except ValueError as error:
+        raise BuildError(f"CC is {wanted!r}: {error}") from error
+    for name, *arguments in commands:
         if found := shutil.which(name):
-            return os.path.realpath(found)
+            return [found, *arguments]
     raise BuildError(f"there is no C compiler ({wanted or 'cc, gcc, clang'})")
 
 
@@ -74,11 +78,11 @@ def is_whole(path: Path) -> bool:
     return hashlib.sha256(body).digest() == digest
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: list[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    status = os.stat(compiler)
+    status = os.stat(compiler[0])
     digest.update(f"{compiler} {status.st_size} {status.st_mtime_ns} {flags()}".encode())
     digest.update(processor().encode())
     return digest.hexdigest()[:24]
@@ -86,7 +90,7 @@ def _key(compiler: str) -> str:
 
 def flags() -> tuple[str, ...]:
     """What this machine's processor is compiled for with."""
-    return (*FLAGS, WIDENING) if "GenuineIntel" in processor() else FLAGS
+    return (*FLAGS, OF_INTEL) if "GenuineIntel" in processor() else FLAGS
 
 
 def processor() -> str:
@@ -99,16 +103,16 @@ def processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         output = Path(folder) / path.name
-        command = [compiler, *flags(), str(SOURCES / UNIT), "-o", str(output), "-lm"]
+        command = [*compiler, *flags(), str(SOURCES / UNIT), "-o", str(output), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler} did not run: {error}") from error
+            raise BuildError(f"{compiler[0]} did not run: {error}") from error
         if done.returncode:
-            raise BuildError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
+            raise BuildError(f"{compiler[0]} failed: {done.stderr.strip()[-300:]}")
         content = output.read_bytes()
         output.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(output, path)

@@ -38,14 +38,15 @@ _SIGNATURES: dict[str, Sequence[object]] = {
     "cb_begin_decoder": (_POINTER, _POINTER, _POINTER, _POINTER),
     "cb_help_decoder": (_POINTER,),
     "cb_end_decoder": (_POINTER,),
-    "cb_multiplies_pairs": (),
+    "cb_way_of_pairs": (),
     "cb_has_int8": (),
 }
 _RETURNS_INT = (
     *("cb_attention", "cb_store_kv", "cb_store_kv_paired"),
     *("cb_begin_decoder", "cb_end_decoder"),
-    *("cb_multiplies_pairs", "cb_has_int8"),
+    *("cb_way_of_pairs", "cb_has_int8"),
 )
+_NAMES = ("C", "C, bfloat16 widened", "C, bfloat16 multiplied in pairs")
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
 _MOST_HEAD_DIM = 256
@@ -62,10 +63,10 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes = signature
             function.restype = _INT if name in _RETURNS_INT else None
-        self.has_decoder = True  # in one call; the loader takes it back where its test fails
+        self.has_linear = library.cb_way_of_pairs() > 0
+        self.has_decoder = self.has_linear  # the loader takes it back where its test fails
         self.int8 = Int8Kernels(library) if library.cb_has_int8() else None
-        multiplied = "multiplied in pairs" if library.cb_multiplies_pairs() else "widened"
-        self.name = f"C, bfloat16 {multiplied}"
+        self.name = _NAMES[library.cb_way_of_pairs()]
 
     def takes_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         """Any window, soft cap and sinks; head dimensions of whole vectors."""
@@ -82,7 +83,8 @@ class Kernels:
     def takes_paired(self, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> bool:
         """A paired cache is the kernels' alone: whatever a model asks of it must be theirs."""
         return (
-            dtype == torch.bfloat16
+            self.has_linear
+            and dtype == torch.bfloat16
             and block_size % _LANES == 0
             and head_dim % _LANES == 0
             and head_dim <= _MOST_HEAD_DIM
@@ -178,7 +180,8 @@ class Kernels:
     def takes_linear(self, weight: Tensor, *, gated: bool) -> bool:
         width, depth = weight.shape
         return (
-            weight.dtype == torch.bfloat16
+            self.has_linear
+            and weight.dtype == torch.bfloat16
             and width % (_PANEL if gated else _LANES) == 0
             and depth % 2 == 0
         )

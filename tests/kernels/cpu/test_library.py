@@ -73,8 +73,8 @@ def test_two_processes_compile_at_once(folder: Path) -> None:
 
 
 PROCESSORS = {
-    "of AMD": ("-UWIDENS_PAIRS",),
-    "of Intel": ("-DWIDENS_PAIRS",),
+    "of AMD": ("-UOF_INTEL",),
+    "of Intel": ("-DOF_INTEL",),
     "no bf16": ("-mno-avx512bf16",),
     "avx2": ("-mno-avx512bf16", "-mno-avx512f"),
 }
@@ -135,6 +135,23 @@ def test_without_a_compiler_torch_is_used_and_the_log_says_why(
     monkeypatch.setenv("CC", "no-such-compiler")
     assert library.kernels() is None
     assert "torch, since there is no C compiler (no-such-compiler)" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", ["", " ", " -m64 '-DA=b c'"])
+def test_a_compiler_is_named_with_its_arguments(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """CC="ccache gcc" left everything to torch: there was no program of that name."""
+    monkeypatch.setenv("CC", build.find_compiler()[0] + arguments)
+    assert build.is_whole(build.built_library(folder))
+
+
+def test_a_compiler_that_cannot_be_read_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "gcc '-m64")
+    assert library.kernels() is None
+    assert 'CC is "gcc \'-m64": No closing quotation' in caplog.text
 
 
 def test_a_compiler_that_fails_is_quoted(

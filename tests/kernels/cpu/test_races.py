@@ -42,21 +42,21 @@ PLANTED = {
 
 
 @pytest.fixture(name="compiler", scope="module")
-def _compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+def _compiler(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """One that has a sanitizer which runs here."""
     compiler, folder = build.find_compiler(), tmp_path_factory.mktemp("probe")
     (folder / "probe.c").write_text("int main(void) { return 0; }")
-    command = [compiler, *FLAGS, str(folder / "probe.c"), "-o", str(folder / "probe")]
+    command = [*compiler, *FLAGS, str(folder / "probe.c"), "-o", str(folder / "probe")]
     for step in (command, [str(folder / "probe")]):
         done = subprocess.run(step, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
-            pytest.skip(f"no ThreadSanitizer with {compiler}: {done.stderr.strip()[-200:]}")
+            pytest.skip(f"no ThreadSanitizer with {compiler[0]}: {done.stderr.strip()[-200:]}")
     return compiler
 
 
-def compiled(compiler: str, sources: Path, folder: Path) -> Path:
+def compiled(compiler: list[str], sources: Path, folder: Path) -> Path:
     path = folder / "race_driver"
-    command = [compiler, *FLAGS, f"-I{sources}", str(DRIVER), "-o", str(path), "-lm"]
+    command = [*compiler, *FLAGS, f"-I{sources}", str(DRIVER), "-o", str(path), "-lm"]
     subprocess.run(command, check=True, timeout=SECONDS)
     return path
 
@@ -73,7 +73,7 @@ def run(driver: Path, *, seed: int, callers: int, steps: int) -> subprocess.Comp
     )
 
 
-def test_callers_and_workers_do_not_race(compiler: str, tmp_path: Path) -> None:
+def test_callers_and_workers_do_not_race(compiler: list[str], tmp_path: Path) -> None:
     driver = compiled(compiler, build.SOURCES, tmp_path)
     for seed, callers in enumerate((1, 2, 3)):
         done = run(driver, seed=seed, callers=callers, steps=60)
@@ -82,7 +82,7 @@ def test_callers_and_workers_do_not_race(compiler: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_race_is_found(name: str, compiler: str, tmp_path: Path) -> None:
+def test_a_planted_race_is_found(name: str, compiler: list[str], tmp_path: Path) -> None:
     file, text, planted = PLANTED[name]
     sources = Path(shutil.copytree(build.SOURCES, tmp_path / "sources"))
     before = (sources / file).read_text()

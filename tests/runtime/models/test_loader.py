@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cb_backend.config import EngineConfig
 from cb_backend.errors import ConfigError, ModelError
+from cb_backend.runtime import device
 from cb_backend.runtime.device import choose_device, choose_dtype
 from cb_backend.runtime.models.loader import load_model
 from tests.models import FALLBACK, LLAMA, NATIVE, REFUSED, VOCAB_SIZE, TinyModel
@@ -192,11 +193,14 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_auto_dtype_is_the_stored_one_unless_the_cpu_is_slow_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert choose_dtype("auto", torch.bfloat16, CPU) == torch.bfloat16
     assert choose_dtype("auto", torch.float16, CPU) == torch.float32
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert choose_dtype("auto", torch.bfloat16, CPU) == torch.float32
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
+    assert choose_dtype("auto", torch.bfloat16, CPU) == torch.bfloat16
     assert choose_dtype("bfloat16", torch.float32, CPU) == torch.bfloat16
     assert choose_dtype("auto", torch.float16, torch.device("cuda")) == torch.float16
     assert choose_dtype("auto", None, CPU) == torch.float32

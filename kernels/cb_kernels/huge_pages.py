@@ -27,17 +27,20 @@ class HugePages:
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, x: Tensor) -> Tensor:
-        """A contiguous copy that starts at a cache line."""
-        num_bytes = x.numel() * x.element_size()
+    def room(self, num_bytes: int) -> Tensor:
+        """Bytes that start at a cache line."""
         if num_bytes > len(self._rest):
             try:
                 self._rest = _chunk(max(_CHUNK, num_bytes))
             except OSError:  # no room for a whole chunk
-                return x.clone(memory_format=torch.contiguous_format)
+                return torch.empty(num_bytes, dtype=torch.uint8)
         taken = self._rest[:num_bytes]
         self._rest = self._rest[-(-num_bytes // _LINE) * _LINE :]
-        return taken.view(x.dtype).view(x.shape).copy_(x)
+        return taken
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A contiguous copy that starts at a cache line."""
+        return self.room(x.numel() * x.element_size()).view(x.dtype).view(x.shape).copy_(x)
 
 
 def _chunk(num_bytes: int) -> Tensor:

@@ -16,7 +16,7 @@ class PackedLinear:
     def __init__(
         self, packed: Tensor, bias: Tensor | None, shape: torch.Size, *, gated: bool
     ) -> None:
-        """`shape`: the weight's, [N, K]."""
+        """`packed`: bytes, see packed.h; `shape`: the weight's, [N, K]."""
         self.width, self.depth = shape
         self.packed = packed
         self.bias = bias
@@ -43,25 +43,25 @@ class PackedLinear:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.packed.dtype
+        return torch.bfloat16
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows [T, K] of the weight as it was before it was packed, ungated. Raises IndexError."""
         first, last = (int(index) for index in indices.aminmax()) if len(indices) else (0, 0)
         if first < 0 or last >= self.width:
             raise IndexError(f"rows {first} to {last} of a weight of {self.width} rows")
-        pairs = self.packed.view(torch.int32).squeeze(-1)  # [N / 64, K / 2, 64]
-        panel = pairs.shape[2]
-        return pairs[indices // panel, :, indices % panel].view(torch.bfloat16)
+        c = kernels()
+        assert c is not None
+        return c.unpack_outputs(self.packed, indices, self.depth)
 
 
 def pack_linear(
     weight: Tensor, bias: Tensor | None, *, gated: bool, pages: HugePages | None = None
 ) -> PackedLinear | None:
-    """A weight [N, K], copied into the kernel's layout; None where there is no kernel for it.
+    """A weight [N, K], packed for the kernel, without loss; None where there is no kernel for it.
 
     `gated`: its rows are those of gate, then those of up, and the product is silu(gate) * up.
-    `pages`: where the copy lies; None: where torch puts it. Raises ValueError for a bias that does
+    `pages`: where it lies then; None: where torch puts it. Raises ValueError for a bias that does
     not fit.
     """
     check_bias(bias, weight)

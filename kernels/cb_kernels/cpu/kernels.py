@@ -34,6 +34,9 @@ _SIGNATURES: dict[str, Sequence[object]] = {
         *(_POINTER, _INT64, _POINTER, _POINTER, _POINTER, _FLOAT, _INT, _POINTER),
         *[_INT64] * 3,
     ),
+    "cb_code_weight": (_POINTER, _INT64, _INT64, _INT, _POINTER),
+    "cb_pack_weight": (_POINTER, _INT64, _INT64, _INT, _POINTER, _POINTER),
+    "cb_unpack_outputs": (_POINTER, _POINTER, _INT64, _INT64, _POINTER),
     "cb_argmax": (*[_POINTER] * 3, _INT64, _INT64, _INT),
     "cb_begin_decoder": (_POINTER, _POINTER, _POINTER, _POINTER),
     "cb_help_decoder": (_POINTER,),
@@ -52,6 +55,7 @@ _LANES = 16
 _MOST_HEAD_DIM = 256
 _MOST_GROUP = 64
 _PANEL = 64  # outputs that lie together in a packed weight
+_PANEL_BYTES = 24  # of struct panel
 
 
 class Kernels:
@@ -63,6 +67,7 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes = signature
             function.restype = _INT if name in _RETURNS_INT else None
+        library.cb_code_weight.restype = _INT64
         self.has_linear = library.cb_way_of_pairs() > 0
         self.has_decoder = self.has_linear  # the loader takes it back where its test fails
         self.int8 = Int8Kernels(library) if library.cb_has_int8() else None
@@ -187,15 +192,23 @@ class Kernels:
         )
 
     def pack(self, weight: Tensor, *, gated: bool, pages: HugePages | None = None) -> Tensor:
-        """weight [N, K] in panels [N / 64, K / 2, 64, 2]; gated: each of 32 of gate and of up."""
-        width, depth = weight.shape
-        panels = -(-width // _PANEL)
-        if gated:
-            weight = self.interleave(weight)
-        elif width % _PANEL:
-            weight = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - width))
-        packed = weight.view(panels, _PANEL, depth // 2, 2).permute(0, 2, 1, 3)
-        return packed.contiguous() if pages is None else pages.copy(packed)
+        """weight [N, K] in 12 bits a number, as packed.h has it: bytes."""
+        weight, (width, depth) = weight.contiguous(), weight.shape
+        panels = torch.empty(-(-width // _PANEL) + 1, _PANEL_BYTES, dtype=torch.uint8)
+        facts = (weight.data_ptr(), depth, width, gated, panels.data_ptr())
+        size = self.library.cb_code_weight(*facts)
+        packed = torch.empty(size, dtype=torch.uint8) if pages is None else pages.room(size)
+        self.library.cb_pack_weight(*facts, packed.data_ptr())
+        return packed
+
+    def unpack_outputs(self, packed: Tensor, outputs: Tensor, depth: int) -> Tensor:
+        """Rows [T, K] of an ungated weight, as they were; all `outputs` are there."""
+        outputs = outputs.long().contiguous()
+        found = torch.empty(len(outputs), depth, dtype=torch.bfloat16)
+        self.library.cb_unpack_outputs(
+            *(packed.data_ptr(), outputs.data_ptr(), len(outputs), depth, found.data_ptr())
+        )
+        return found
 
     def interleave(self, gate_up: Tensor) -> Tensor:
         """Rows (or numbers of a bias) of gate over up in the order of gated panels."""

@@ -1,13 +1,13 @@
 /* y = x W^T of bfloat16 with float sums; what follows it is done while the sums are still in cache.
 
-   The weight is packed in panels of 64 outputs: [N / 64, K / 2, 64] of pairs along K. */
+   The weight is packed, see packed.h. */
 #include "best.h"
-#include "product.h"
+#include "pack.c"
+#include "packed_product.h"
 #include "team.h"
 
 #include <omp.h>
 
-#define PANEL 64
 #define MOST_ROWS 128       /* of a job: its float sums are 32 KiB */
 #define JOBS_PER_THREAD 6   /* at least, so that the last ones end together */
 #define FEW_ROWS MAX_ROWS   /* that read weights from memory as fast as they come */
@@ -15,7 +15,7 @@
 /* Bytes ahead that a stream of a few rows' weights is fetched. Intel's processors, left to follow it
    by themselves, took a fifth longer at one row, half as long again at 4 to 6; AMD's follow it best
    alone, and to fetch as well took up to a tenth longer. */
-#if defined(OF_INTEL) && MAX_VECTORS * LANES >= PANEL
+#if defined(OF_INTEL)
 #define FETCHED_AHEAD 8192
 #else
 #define FETCHED_AHEAD 0
@@ -58,28 +58,22 @@ INLINE void finish(const struct output *o, const float *sums, int64_t row, int64
     }
 }
 
-/* Rows [start, stop) of x [M, K] times `num` columns of a panel, which are y's from `first` on;
-   meanwhile `ahead`, if it is one, is fetched: so many `lines` for each pair along K and block of
-   rows. */
-static void multiply_panel(const uint16_t *x, int64_t x_stride, const uint32_t *panel,
-                           const char *ahead, int lines, int depth, int64_t start, int64_t stop,
+/* Rows [start, stop) of x [M, K] times `num` of the outputs from `first` on: those of one panel, or of
+   a half; see packed_product. */
+static void multiply_panel(const uint16_t *x, int64_t x_stride, const struct packed *w,
+                           const char *ahead, int64_t depth, int64_t start, int64_t stop,
                            int64_t first, int num, const struct output *o) {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
-    int rows = (int)(stop - start);
-    for (int k = 0; k < depth; k += MOST_DEPTH) {
-        int part = depth - k < MOST_DEPTH ? depth - k : MOST_DEPTH;
-        int64_t at = (int64_t)k * PANEL;
-        product_and_fetch((const uint32_t *)(x + start * x_stride) + k, x_stride / 2, panel + at,
-                          PANEL, sums, PANEL, rows, num / LANES, part, k > 0, 1,
-                          ahead ? ahead + at * 4 : NULL, lines);
-    }
-    for (int i = 0; i < rows; i++) finish(o, sums + i * PANEL, start + i, first, num);
+    packed_product((const uint32_t *)(x + start * x_stride), x_stride / 2,
+                   rows_of(w, first / PANEL, depth), first % PANEL / HALF, num > HALF ? 2 : 1, sums,
+                   (int)(stop - start), (int)depth, ahead);
+    for (int64_t i = start; i < stop; i++) finish(o, sums + (i - start) * PANEL, i, first, num);
 }
 
-/* Into which jobs a product is cut: `whole` panels by `parts` of their rows, then the columns of the
-   other panels by LANES. */
+/* Into which jobs a product is cut: `whole` panels by `parts` of their rows, then the other panels'
+   halves. */
 struct cut {
-    int64_t whole, parts, units;
+    int64_t whole, parts, halves;
 };
 
 /* Enough jobs for every member, none of them tiny, and the last ones end together. */
@@ -87,9 +81,9 @@ static struct cut cut_product(int64_t num_rows, int64_t num_out, int gated, int 
     int64_t panels = (num_out + PANEL - 1) / PANEL, least = 4 * MAX_ROWS;
     if (num_rows > least && num_rows <= MOST_ROWS && panels >= 2 * size && !gated) {
         /* Rows that were cut would read a panel twice. What is left of the panels when each member
-           has had as many is cut by columns: 4 to 8% at 25 to 64 rows. */
+           has had as many is cut into halves: 4 to 8% at 25 to 64 rows. */
         int64_t whole = panels - panels % size, left = num_out - whole * PANEL;
-        return (struct cut){whole, 1, left > 0 ? left / LANES : 0};
+        return (struct cut){whole, 1, left > 0 ? (left + HALF - 1) / HALF : 0};
     }
     int64_t wanted = (JOBS_PER_THREAD * size + panels - 1) / panels;
     int64_t rows = (num_rows + wanted - 1) / wanted;
@@ -100,71 +94,68 @@ static struct cut cut_product(int64_t num_rows, int64_t num_out, int gated, int 
 
 /* A few rows: each job's columns follow one another, so that its weights come as one stream. */
 static void multiply_few_rows(struct member *m, const uint16_t *x, int64_t x_stride,
-                              const uint32_t *panels, const struct output *o, int64_t num_rows,
+                              const struct packed *w, const struct output *o, int64_t num_rows,
                               int64_t num_in, int64_t num_out) {
-    struct streams streams = cut_into_streams(num_out, num_out * num_in * 2, PANEL, o->gated ? PANEL : LANES,
-                                              m->team->size);
+    int64_t depth = num_in / 2;
+    struct streams streams = cut_into_streams(num_out, num_out * depth * PACKED_ROW / PANEL, PANEL,
+                                              o->gated ? PANEL : HALF, m->team->size);
     FOR_JOBS(job, m, jobs_of(&streams), 1) {
         int64_t from = column_of(&streams, job), to = column_of(&streams, job + 1);
         for (int64_t stop; from < to; from = stop) {
             int64_t panel = from / PANEL, end = (panel + 1) * PANEL;
-            const uint32_t *own = panels + panel * (num_in / 2) * PANEL + from % PANEL;
             stop = end < to ? end : to;
             int fetches = FETCHED_AHEAD && stop - from == PANEL;
-            multiply_panel(x, x_stride, own, fetches ? (const char *)own + FETCHED_AHEAD : NULL,
-                           fetches ? MOST_LINES : 0, (int)(num_in / 2), 0, num_rows, from,
-                           (int)(stop - from), o);
+            const uint8_t *own = w->rows + panel * depth * PACKED_ROW;
+            multiply_panel(x, x_stride, w, fetches ? (const char *)own + FETCHED_AHEAD : NULL, depth,
+                           0, num_rows, from, (int)(stop - from), o);
         }
     }
 }
 
 /* Each job is taken by the next free member. */
 static void multiply_many_rows(struct member *m, const uint16_t *x, int64_t x_stride,
-                               const uint32_t *panels, const struct output *o, int64_t num_rows,
+                               const struct packed *w, const struct output *o, int64_t num_rows,
                                int64_t num_in, int64_t num_out) {
-    int64_t num_panels = (num_out + PANEL - 1) / PANEL, panel_size = num_in / 2 * PANEL;
+    int64_t depth = num_in / 2;
     struct cut cut = cut_product(num_rows, num_out, o->gated, m->team->size);
     int64_t num_wholes = cut.whole * cut.parts;
-    FOR_JOBS(job, m, num_wholes + cut.units, 1) {
+    FOR_JOBS(job, m, num_wholes + cut.halves, 1) {
         int is_whole = job < num_wholes;
         int64_t part = is_whole ? job % cut.parts : 0;
         int64_t first = is_whole ? job / cut.parts * PANEL
-                                 : cut.whole * PANEL + (job - num_wholes) * LANES;
-        int64_t panel = first / PANEL, left = num_out - first;
+                                 : cut.whole * PANEL + (job - num_wholes) * HALF;
         int64_t start = num_rows * part / cut.parts, stop = num_rows * (part + 1) / cut.parts;
-        int num = !is_whole ? LANES : left < PANEL ? (int)left : PANEL;
+        int64_t left = num_out - first, most = is_whole ? PANEL : HALF;
         /* The panel that this member will want next, if the others are as fast. Many blocks fetch
            past its end, what the job after that wants: 1% faster than to stop there. */
-        int64_t next = panel + m->team->size;
-        int fetches = is_whole && part == 0 && next < num_panels;
-        int blocks = (int)(stop - start + MAX_ROWS - 1) / MAX_ROWS;
-        multiply_panel(x, x_stride, panels + panel * panel_size + first % PANEL,
-                       (const char *)(panels + (fetches ? next : panel) * panel_size),
-                       fetches ? (MOST_LINES + blocks - 1) / blocks : 0, (int)(num_in / 2), start,
-                       stop, first, num, o);
+        int64_t next = first / PANEL + m->team->size;
+        int fetches = is_whole && part == 0 && next < panels_of(num_out);
+        multiply_panel(x, x_stride, w,
+                       fetches ? (const char *)w->rows + next * depth * PACKED_ROW : NULL, depth,
+                       start, stop, first, (int)(left < most ? left : most), o);
     }
 }
 
 /* The whole product: one stage. */
 static void linear_by_team(struct member *m, const uint16_t *x, int64_t x_stride,
-                           const uint32_t *panels, const struct output *o, int64_t num_rows,
+                           const struct packed *w, const struct output *o, int64_t num_rows,
                            int64_t num_in, int64_t num_out) {
     if (num_rows > FEW_ROWS)
-        multiply_many_rows(m, x, x_stride, panels, o, num_rows, num_in, num_out);
+        multiply_many_rows(m, x, x_stride, w, o, num_rows, num_in, num_out);
     else
-        multiply_few_rows(m, x, x_stride, panels, o, num_rows, num_in, num_out);
+        multiply_few_rows(m, x, x_stride, w, o, num_rows, num_in, num_out);
 }
 
-/* x [num_rows, num_in] with x_stride between rows, panels as above; num_out a multiple of 16, of
+/* x [num_rows, num_in] with x_stride between rows; num_out a multiple of 16, of
    64 when gated; num_in even. */
-void cb_linear(const uint16_t *x, int64_t x_stride, const uint32_t *panels, const uint16_t *bias,
+void cb_linear(const uint16_t *x, int64_t x_stride, const struct packed *w, const uint16_t *bias,
                const uint16_t *onto, float scale, int gated, uint16_t *y, int64_t num_rows,
                int64_t num_in, int64_t num_out) {
     struct output o = {bias, onto, scale, gated, y, gated ? num_out / 2 : num_out, NULL};
     struct stage stages[1] = {};
     struct team team = {omp_get_max_threads(), stages, 0};
 #pragma omp parallel
-    linear_by_team(&(struct member){&team, omp_get_thread_num(), 0}, x, x_stride, panels, &o,
+    linear_by_team(&(struct member){&team, omp_get_thread_num(), 0}, x, x_stride, w, &o,
                    num_rows, num_in, num_out);
 }
 

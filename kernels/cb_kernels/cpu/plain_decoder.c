@@ -12,7 +12,7 @@
 struct layer { /* mirrored in plain_decoder.py */
     const uint16_t *attention_norm, *mlp_norm;    /* [hidden] */
     const uint16_t *q_norm, *k_norm;              /* [dim], or NULL */
-    const uint32_t *qkv, *output, *gate_up, *down; /* panels, of linear.c or linear_int8.c */
+    const void *qkv, *output, *gate_up, *down; /* packed, for linear.c or linear_int8.c */
     const uint16_t *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* or NULL */
     const float *qkv_scales, *output_scales, *gate_up_scales, *down_scales; /* NULL: not of bytes */
     int64_t turns;  /* which of the step's cos and sin; -1: none */
@@ -20,9 +20,9 @@ struct layer { /* mirrored in plain_decoder.py */
 };
 
 struct model { /* mirrored in plain_decoder.py */
-    const void *embedding; /* [vocab, hidden], or panels of linear.c */
+    const void *embedding; /* [vocab, hidden], or a packed head */
     const uint16_t *norm;  /* [hidden] */
-    const uint32_t *head;  /* panels; NULL: the wanted tokens' norms are what is asked for */
+    const void *head;      /* packed; NULL: the wanted tokens' norms are what is asked for */
     const float *head_scales;
     int64_t embedding_is_packed, vocab, num_layers, hidden, heads, kv_heads, dim, half, width;
     float eps, attention_scale, soft_cap, residual_scale, embedding_scale;
@@ -49,18 +49,18 @@ struct tokens {
 };
 
 INLINE void multiply(struct member *me, const struct step *s, int64_t num_rows, const uint16_t *x,
-                     const uint32_t *panels, const float *scales, const struct output *o,
+                     const void *packed, const float *scales, const struct output *o,
                      int64_t num_in, int64_t num_out) {
 #if HAS_INT8
     if (scales) {
-        struct int8_weight weight = {panels, scales};
+        struct int8_weight weight = {packed, scales};
         struct int8_output output = {o->bias, o->onto, o->scale, o->gated, 1, o->y, o->width,
                                      o->best};
         int8_linear_by_team(me, x, num_in, &weight, &output, num_rows, num_in, num_out, s->rounded);
         return;
     }
 #endif
-    linear_by_team(me, x, num_in, panels, o, num_rows, num_in, num_out);
+    linear_by_team(me, x, num_in, packed, o, num_rows, num_in, num_out);
 }
 
 INLINE void norm_by_team(struct member *me, const uint16_t *x, const uint16_t *weight, uint16_t *y,
@@ -71,13 +71,10 @@ INLINE void norm_by_team(struct member *me, const uint16_t *x, const uint16_t *w
 INLINE void embed_token(const struct model *m, const struct step *s, int64_t t) {
     int64_t id = s->token_ids[t], hidden = m->hidden;
     uint16_t *x = s->x + t * hidden;
-    if (m->embedding_is_packed) {
-        const uint32_t *pairs = m->embedding;
-        pairs += id / PANEL * (hidden / 2) * PANEL + id % PANEL;
-        for (int64_t k = 0; k < hidden / 2; k++) memcpy(x + 2 * k, pairs + k * PANEL, 4);
-    } else {
+    if (m->embedding_is_packed)
+        unpack_output(m->embedding, id, hidden, x);
+    else
         memcpy(x, (const uint16_t *)m->embedding + id * hidden, hidden * 2);
-    }
     if (m->embedding_scale != 1.0f)
         for (int64_t i = 0; i < hidden; i += LANES)
             store_bf16(x + i, load_bf16(x + i) * m->embedding_scale);

@@ -8,8 +8,7 @@
 
 #define LINE 64 /* bytes of the cache */
 #define MOST_LINES 4 /* that are fetched with each of `depth` */
-/* Of a product of pairs: the part of a linear's panel is within L2, a block of widened rows within L1. */
-#define MOST_DEPTH (MULTIPLIES_PAIRS ? 1024 : 512)
+#define MOST_DEPTH 128 /* of pairs that are widened: a block of rows stays within L1 */
 
 #if defined(__AVX512F__)
 #define MAX_VECTORS 4 /* 6 x 4 sums, 4 vectors of B: 28 of 32 registers */
@@ -21,22 +20,29 @@
 
 INLINE vp load_piece(const void *p) { return *(const vp_any *)p; }
 
-INLINE vp multiply_add(vp sum, uint32_t a, const uint32_t *b, int pairs) {
+INLINE vp multiply_add(vp sum, uint32_t a, vp b, int pairs) {
 #if MULTIPLIES_PAIRS
     if (pairs)
-        return (vp)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a),
-                                    (__m512bh)_mm512_loadu_si512(b));
+        return (vp)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
 #endif
     (void)pairs;
     float x;
     memcpy(&x, &a, 4);
-    return sum + x * load_piece(b);
+    return sum + x * b;
 }
 
 /* One of each pair, as floats. */
-INLINE vp half_of(const uint32_t *pairs, int odd) {
-    up x = (up)load_piece(pairs);
-    return (vp)(odd ? x & 0xffff0000u : x << 16);
+INLINE vp half_of(vp pairs, int odd) {
+    return (vp)(odd ? (up)pairs & 0xffff0000u : (up)pairs << 16);
+}
+
+/* Into L2, the next `lines`. Written out: a loop would keep the sums from their registers. */
+INLINE const char *fetch_lines(const char *ahead, int lines) {
+    if (lines > 0) __builtin_prefetch(ahead, 0, 2);
+    if (lines > 1) __builtin_prefetch(ahead + LINE, 0, 2);
+    if (lines > 2) __builtin_prefetch(ahead + 2 * LINE, 0, 2);
+    if (lines > 3) __builtin_prefetch(ahead + 3 * LINE, 0, 2);
+    return ahead + lines * LINE;
 }
 
 /* Where pairs are widened, A's are already: see `widen_rows`. */
@@ -52,24 +58,18 @@ INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
         for (int j = 0; j < pieces; j++)
             sums[i][j] = adds ? load_piece(c + i * ldc + j * PIECE) : (vp){};
     for (int k = 0; k < depth; k++, b += ldb) {
-        if (lines) { /* written out: a loop would keep the sums from their registers */
-            __builtin_prefetch(ahead, 0, 2);
-            if (lines > 1) __builtin_prefetch(ahead + LINE, 0, 2);
-            if (lines > 2) __builtin_prefetch(ahead + 2 * LINE, 0, 2);
-            if (lines > 3) __builtin_prefetch(ahead + 3 * LINE, 0, 2);
-            ahead += lines * LINE;
-        }
+        ahead = fetch_lines(ahead, lines);
         if (pairs && !MULTIPLIES_PAIRS) {
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++) {
                 vp half[MAX_PIECES];
 #pragma GCC unroll 4
-                for (int j = 0; j < pieces; j++) half[j] = half_of(b + j * PIECE, odd);
+                for (int j = 0; j < pieces; j++) half[j] = half_of(load_piece(b + j * PIECE), odd);
 #pragma GCC unroll 6
                 for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
                     for (int j = 0; j < pieces; j++)
-                        sums[i][j] += wide[i * lda + odd * (lda / 2) + k] * half[j];
+                        sums[i][j] += wide[i * lda + 2 * k + odd] * half[j];
             }
             continue;
         }
@@ -77,7 +77,8 @@ INLINE void block_product(int rows, int vectors, const uint32_t *a, int64_t lda,
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < pieces; j++)
-                sums[i][j] = multiply_add(sums[i][j], a[i * lda + k], b + j * PIECE, pairs);
+                sums[i][j] = multiply_add(sums[i][j], a[i * lda + k], load_piece(b + j * PIECE),
+                                          pairs);
     }
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
@@ -101,18 +102,12 @@ INLINE void any_block_product(int rows, int vectors, const uint32_t *a, int64_t 
     }
 }
 
-/* A block's rows of pairs as floats: of each row the even ones, then the odd ones. */
+/* A block's rows of pairs as floats. */
 INLINE void widen_rows(int rows, const uint32_t *a, int64_t lda, int depth, float *wide) {
     for (int i = 0; i < rows; i++, a += lda, wide += 2 * depth) {
         int k = 0;
-        for (; k + PIECE <= depth; k += PIECE) {
-            *(vp_any *)(wide + k) = half_of(a + k, 0);
-            *(vp_any *)(wide + depth + k) = half_of(a + k, 1);
-        }
-        for (; k < depth; k++) {
-            wide[k] = one_of(a + k, 0, 1);
-            wide[depth + k] = one_of(a + k, 1, 1);
-        }
+        for (; k + LANES <= 2 * depth; k += LANES) store(wide + k, load_bf16((const uint16_t *)a + k));
+        for (; k < 2 * depth; k++) wide[k] = one_of(a, k, 1);
     }
 }
 

@@ -47,6 +47,7 @@ static int unlock_and_linger(pthread_mutex_t *lock) {
 #define CACHE (NUM_BLOCKS * KV_HEADS * BLOCK_SIZE * DIM)
 #define MEMORY (2 << 20)
 #define NUMBERS (1 << 16)
+#define PANELS 4 /* at most, of a weight */
 
 /* Between -1 and 1, bfloat16: every tensor is some of them. */
 static uint16_t numbers[NUMBERS];
@@ -88,11 +89,19 @@ static uint16_t *take_numbers(struct scene *c, unsigned *seed, size_t num) {
     return take(c, seed, num * sizeof(uint16_t));
 }
 
-/* Panels of a weight, [num_out, num_in]; of bytes, if it gets scales. */
-static const uint32_t *take_weight(struct scene *c, unsigned *seed, int num_out, int num_in,
-                                   const float **scales) {
+/* A packed weight [num_out, num_in]; of bytes, if it gets scales. */
+static const void *take_weight(struct scene *c, unsigned *seed, int num_out, int num_in,
+                               const float **scales) {
     int padded = (num_out + 63) / 64 * 64;
-    if (!scales) return take(c, seed, (size_t)padded * num_in * 2);
+    if (!scales) {
+        omp_set_num_threads(1); /* a parallel region of more would be full of races */
+        struct panel panels[PANELS + 1];
+        const uint16_t *weight = numbers + below(seed, NUMBERS - num_out * num_in);
+        int64_t size = cb_code_weight(weight, num_in, num_out, 0, panels);
+        struct packed *packed = take(c, seed, size);
+        cb_pack_weight(weight, num_in, num_out, 0, panels, packed);
+        return packed;
+    }
     float *own = take(c, seed, padded * sizeof *own);
     for (int i = 0; i < padded; i++) own[i] = (float)(1 + below(seed, 100)) / 1e4f;
     *scales = own;

@@ -27,59 +27,67 @@ static void gather_row(const struct source *s, int64_t k, uint16_t row[LOWS]) {
         memcpy(row + 2 * column, s->rows[column] ? s->rows[column] + 2 * k : zeros, 4);
 }
 
-/* The codes of all upper bytes; NUM_HIGHS: none. */
-static void number_codes(const struct panel *panel, uint8_t codes[256]) {
-    memset(codes, NUM_HIGHS, 256);
-    for (int code = 0; code < NUM_HIGHS; code++) codes[panel->highs[code]] = (uint8_t)code;
+/* A row's lower and upper bytes, by their places. */
+static void split_row(const struct source *s, int64_t k, uint8_t lows[LOWS], uint8_t highs[LOWS]) {
+    uint16_t row[LOWS];
+    gather_row(s, k, row);
+    for (int start = 0; start < LOWS; start += 8) /* these lie side by side */
+        for (int i = 0, place = place_of(start); i < 8; i++) {
+            lows[place + i] = (uint8_t)row[start + i];
+            highs[place + i] = (uint8_t)(row[start + i] >> 8);
+        }
 }
 
-static int is_coded(const uint16_t row[LOWS], const uint8_t codes[256]) {
-    int most = 0;
-    for (int i = 0; i < LOWS; i++) most |= codes[row[i] >> 8];
-    return most < NUM_HIGHS;
+/* Whether all upper bytes have codes. */
+static int code_row(const struct panel *panel, const uint8_t highs[LOWS], uint8_t codes[LOWS]) {
+    uint8_t found[LOWS] = {}, all = 0xff;
+    memset(codes, 0, LOWS);
+    for (int code = 0; code < NUM_HIGHS; code++)
+        for (int i = 0; i < LOWS; i++) {
+            uint8_t is_it = highs[i] == panel->highs[code] ? 0xff : 0;
+            codes[i] |= is_it & code, found[i] |= is_it;
+        }
+    for (int i = 0; i < LOWS; i++) all &= found[i];
+    return all;
 }
 
 /* Finds a panel's codes; returns how many of its rows need others. */
 static int64_t code_panel(const struct source *s, int64_t depth, struct panel *panel) {
-    int64_t counts[256] = {}, num_kept = 0;
-    uint16_t row[LOWS];
-    uint8_t codes[256];
+    int64_t counts[4][256] = {}, num_kept = 0; /* four: the same one is not counted twice in a row */
+    uint8_t lows[LOWS], highs[LOWS], codes[LOWS];
     for (int64_t k = 0; k < depth; k++) {
-        gather_row(s, k, row);
-        for (int i = 0; i < LOWS; i++) counts[row[i] >> 8]++;
+        split_row(s, k, lows, highs);
+        for (int i = 0; i < LOWS; i++) counts[i % 4][highs[i]]++;
     }
+    for (int i = 1; i < 4; i++)
+        for (int high = 0; high < 256; high++) counts[0][high] += counts[i][high];
     for (int code = 0; code < NUM_HIGHS; code++) {
         int most = 0;
         for (int high = 1; high < 256; high++)
-            if (counts[high] > counts[most]) most = high;
+            if (counts[0][high] > counts[0][most]) most = high;
         panel->highs[code] = (uint8_t)most;
-        counts[most] = -1;
+        counts[0][most] = -1;
     }
-    number_codes(panel, codes);
     for (int64_t k = 0; k < depth; k++) {
-        gather_row(s, k, row);
-        num_kept += !is_coded(row, codes);
+        split_row(s, k, lows, highs);
+        num_kept += !code_row(panel, highs, codes);
     }
     return num_kept;
 }
 
 static void write_panel(const struct source *s, int64_t depth, struct packed *w, int64_t index) {
+    const struct panel *panel = (struct panel *)((char *)w + w->panels) + index;
     struct rows r = rows_of(w, index, depth);
-    uint8_t *packed = (uint8_t *)r.packed, codes[256];
+    uint8_t *packed = (uint8_t *)r.packed, highs[LOWS], codes[LOWS];
     uint32_t *places = (uint32_t *)r.places, *kept = (uint32_t *)r.kept;
-    uint16_t row[LOWS];
-    number_codes((struct panel *)((char *)w + w->panels) + index, codes);
     for (int64_t k = 0; k < depth; k++, packed += PACKED_ROW) {
-        gather_row(s, k, row);
-        memset(packed + LOWS, 0, PANEL);
-        for (int i = 0; i < LOWS; i++) {
-            int place = place_of(i);
-            packed[place] = (uint8_t)row[i];
-            packed[LOWS + place % 64] |= (codes[row[i] >> 8] & 15) << place / 64 * 4;
-        }
-        if (is_coded(row, codes)) continue;
+        split_row(s, k, packed, highs);
+        int is_coded = code_row(panel, highs, codes);
+        for (int i = 0; i < PANEL; i++)
+            packed[LOWS + i] = (uint8_t)(codes[i] | codes[PANEL + i] << 4);
+        if (is_coded) continue;
         *places++ = (uint32_t)k;
-        memcpy(kept, row, sizeof row);
+        gather_row(s, k, (uint16_t *)kept);
         kept += PANEL;
     }
     *places = NOWHERE;

@@ -3,8 +3,9 @@
     python benchmarks/bench_roofline.py [--repeat N]
 
 One stream: the time between two tokens against that of reading the layers' weights and the head
-once, the median of each. On a shared host memory's speed changes by half within seconds, so short
-answers and readings of memory alternate, and an answer counts if those beside it agree.
+once, the median of each. Weights count the bytes of their dtype, though bfloat16 lies in 12 bits:
+the share can be above 100%. On a shared host memory's speed changes by half within seconds, so
+short answers and readings of memory alternate, and an answer counts if those beside it agree.
 A prompt of 4,000 tokens, in chunks as the engine cuts it: the rate of its layers' matrix products
 against a large product's, and the time to its first token.
 CPU. Takes the CB_* settings; appends to results/roofline.jsonl.

@@ -78,7 +78,8 @@ struct cut {
 
 /* Enough jobs for every member, none of them tiny, and the last ones end together. */
 static struct cut cut_product(int64_t num_rows, int64_t num_out, int gated, int size) {
-    int64_t panels = (num_out + PANEL - 1) / PANEL, least = 4 * MAX_ROWS;
+    int64_t panels = panels_of(num_out), least = 4 * MAX_ROWS;
+    if (!panels) return (struct cut){};
     if (num_rows > least && num_rows <= MOST_ROWS && panels >= 2 * size && !gated) {
         /* Rows that were cut would read a panel twice. What is left of the panels when each member
            has had as many is cut into halves: 4 to 8% at 25 to 64 rows. */

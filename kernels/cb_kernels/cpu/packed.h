@@ -1,7 +1,7 @@
 /* How a weight of bfloat16 lies in memory: 12 bits each, without loss.
 
    Of a trained weight the upper bytes, a sign and most of an exponent, are few: that exponents carry
-   little is what DFloat11 lives by (Zhang et al., 2025), whose codes are shorter, and too slow here. A
+   little is what DFloat11 lives by (Zhang et al., 2025), whose codes are shorter, but of any length. A
    panel of 64 outputs names its 16 most frequent upper bytes by 4 bits each. Its rows, of 64 pairs
    along K, are 192 bytes: the lower bytes, then the codes; a row that has an upper byte without a
    code is kept whole beside them. A packed weight is one piece of memory, a `struct packed` first. */

@@ -123,7 +123,7 @@ INLINE vf exp2_of(vf x) {
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
     /* The integer sits in the low bits of `shifted` and goes to the exponent of p in [0.7, 1.5]. */
-    vf scaled = (vf)((vi)p + ((vi)shifted << 23));
+    vf scaled = (vf)((vu)p + ((vu)shifted << 23));
     scaled = choose(x < -126.0f, (vf){}, choose(x > 127.0f, splat(INFINITY), scaled));
     return choose(x != x, x, scaled);
 }

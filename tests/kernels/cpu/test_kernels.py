@@ -191,17 +191,18 @@ def test_a_linear_has_the_same_bits_by_any_number_of_threads(
             torch.testing.assert_close(gated.float(), F.silu(gate) * up, atol=0.1, rtol=0.05)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 30, 200])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_a_weight_without_outputs_has_none(
-    c: Kernels, gated: bool, threads: Callable[[int], None]
+    c: Kernels, gated: bool, rows: int, threads: Callable[[int], None]
 ) -> None:
     threads(1)
     packed = c.pack(torch.zeros(0, 64).bfloat16(), gated=gated)
     y = torch.full((128,), 7, dtype=torch.int16)
-    x = torch.zeros(1, 64).bfloat16()
+    x = torch.zeros(rows, 64).bfloat16()
     c.library.cb_linear(
         *(x.data_ptr(), 64, packed.data_ptr(), None, None, 1.0, gated),
-        *(y[64:].data_ptr(), 1, 64, 0),
+        *(y[64:].data_ptr(), rows, 64, 0),
     )
     assert (y == 7).all()
 

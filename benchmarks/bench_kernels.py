@@ -4,8 +4,8 @@
 
 linears: the model's products for several numbers of rows; the packed kernels in C, of the model's
 dtype and of int8, oneDNN's packed one and torch's. Many rows as GFLOP/s against a large product in
-the same run; one row, which only reads weights, as GB/s against streaming memory. Weights are as
-cold as in a model: copies rotate.
+the same run; one row, which only reads weights, as GB/s of its dtype against streaming memory,
+though C has bfloat16 in 12 bits. Weights are as cold as in a model: copies rotate.
 attention: decoding rows and chunks of prompts over the paged cache, C and torch; blocks lie in no
 order, as in a pool that has been used for a while, and one row's of all layers fit a large cache.
 pointwise: norm and rotation, C and torch.

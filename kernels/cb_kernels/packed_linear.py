@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cb_kernels.cpu.library import kernels
+from cb_kernels.cpu.unpack import unpack_outputs
 from cb_kernels.huge_pages import HugePages
 from cb_kernels.shapes import check_bias, check_onto
 
@@ -52,7 +53,7 @@ class PackedLinear:
             raise IndexError(f"rows {first} to {last} of a weight of {self.width} rows")
         c = kernels()
         assert c is not None
-        return c.unpack_outputs(self.packed, indices, self.depth)
+        return unpack_outputs(c.library, self.packed, indices, self.depth)
 
 
 def pack_linear(

@@ -201,15 +201,6 @@ class Kernels:
         self.library.cb_pack_weight(*facts, packed.data_ptr())
         return packed
 
-    def unpack_outputs(self, packed: Tensor, outputs: Tensor, depth: int) -> Tensor:
-        """Rows [T, K] of an ungated weight, as they were; all `outputs` are there."""
-        outputs = outputs.long().contiguous()
-        found = torch.empty(len(outputs), depth, dtype=torch.bfloat16)
-        self.library.cb_unpack_outputs(
-            *(packed.data_ptr(), outputs.data_ptr(), len(outputs), depth, found.data_ptr())
-        )
-        return found
-
     def interleave(self, gate_up: Tensor) -> Tensor:
         """Rows (or numbers of a bias) of gate over up in the order of gated panels."""
         halves = gate_up.view(2, -1, _PANEL // 2, *gate_up.shape[1:])

@@ -53,7 +53,7 @@ def choose_num_threads(wanted: int | None, groups: Iterable[Path] | None = None)
         for files in _GROUP_FILES:
             if (numbers := two_numbers_in(folder, *files)) is not None:
                 quota, period = numbers
-                if quota > 0:  # -1 of version 1: no limit
+                if quota > 0 and period > 0:  # -1 of version 1: no limit
                     allowed = min(allowed, max(1, quota // period))
     if allowed < num_threads:
         logger.info("CPU threads: %d, the container's limit", allowed)

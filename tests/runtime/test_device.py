@@ -41,3 +41,13 @@ def test_a_limit_of_cgroup_v1_is_kept(
     (tmp_path / "cpu.cfs_quota_us").write_text(quota)
     (tmp_path / "cpu.cfs_period_us").write_text("100000")
     assert choose_num_threads(None, [tmp_path / "none", tmp_path]) == expected
+
+
+@pytest.mark.parametrize("period", ["0", "-100000"])
+def test_a_period_of_zero_is_no_limit(
+    period: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine did not start: ZeroDivisionError."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    (tmp_path / "cpu.max").write_text(f"50000 {period}\n")
+    assert choose_num_threads(None, [tmp_path]) == 6

@@ -31,8 +31,9 @@ def kernels() -> Kernels | None:
     except (BuildError, OSError) as error:
         logger.warning("CPU kernels: torch, since %s", error)
         return None
-    # The tests' tensors are the CPU's, whatever device the caller has made the default.
-    with torch.device("cpu"):
+    # The tests' tensors are the CPU's and have the dtypes they name, whatever device the caller has
+    # made the default and whatever it casts to.
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         fault = fault_of(loaded)
         if fault is not None:
             logger.warning("CPU kernels: torch, since the ones in C fail their test: %s", fault)

@@ -225,6 +225,15 @@ def test_a_caller_s_defaults_do_not_reach_the_tests_at_load(
     assert not any("fail" in message for message in caplog.messages)
 
 
+def test_a_caller_s_autocast_does_not_reach_the_tests_at_load(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch's side was rounded to bfloat16, and all was left to torch for as long as it ran."""
+    with torch.autocast("cpu"), caplog.at_level(logging.WARNING):
+        library.kernels()
+    assert not any("fail" in message for message in caplog.messages)
+
+
 def test_a_cache_folder_that_others_may_write_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ UNIT = "kernels.c"  # includes the others
 # Contraction to fused multiply-adds is gcc's default; clang's is narrower.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
 OF_INTEL = "-DOF_INTEL"  # what the sources do otherwise on such a processor; no macro says it
+_NOEXEC = getattr(os, "ST_NOEXEC", 0)  # of mounts that nothing is loaded from; told by Linux alone
 _DIGEST_BYTES = 32
 _SECONDS = 120  # for the compiler; it takes two
 
@@ -59,11 +60,11 @@ def cache_folder() -> Path:
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "cb_kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        status, mount = folder.stat(), os.statvfs(folder)
     except (OSError, RuntimeError):  # a home that cannot be written, or none
         return Path(tempfile.mkdtemp(prefix="cb_kernels-"))
-    others_may_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if status.st_uid != os.getuid() or others_may_write or not os.access(folder, os.W_OK):
+    unsafe = status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if unsafe or mount.f_flag & _NOEXEC or not os.access(folder, os.W_OK):
         return Path(tempfile.mkdtemp(prefix="cb_kernels-"))
     return folder
 

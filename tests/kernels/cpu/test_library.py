@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,4 +241,14 @@ def test_a_cache_folder_that_others_may_write_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / "cb_kernels"
     (tmp_path / "cb_kernels").chmod(0o777)
+    assert build.cache_folder().parent != tmp_path
+
+
+def test_a_cache_folder_that_nothing_is_run_from_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a home that is mounted noexec the library did not load, and torch was left with all."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    status = SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
     assert build.cache_folder().parent != tmp_path

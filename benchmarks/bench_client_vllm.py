@@ -21,7 +21,7 @@ from bench_peer_vllm import VLLM, add_peer_python, peer_python
 from bench_serving import server_at
 from serving_client import Server, closed_loop
 from serving_stats import LATENCIES, Figures, Limit, figures
-from turns import HERE, Contestant, end_as_by_ctrl_c, ratio_text
+from turns import HERE, Contestant, add_repeat, end_as_by_ctrl_c, ratio_text
 from workload import NUM_REQUESTS, workload
 
 RATES = ("output_tok_s", "requests_per_s")
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--concurrency", type=int, default=32, help="under way (default 32)")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of a run (default 64)")
-    parser.add_argument("--repeat", type=int, default=3, help="turns (default 3)")
+    add_repeat(parser, 3, "turns")
     add_peer_python(parser)
     arguments = parser.parse_args()
     end_as_by_ctrl_c()

@@ -19,6 +19,7 @@ from typing import get_args
 
 import psutil
 import record
+from turns import add_repeat
 from workload import Requests, requests_of, workload
 
 from cb_backend import default_model
@@ -167,7 +168,7 @@ async def answer_commands(settings: EngineConfig) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=3, help="runs (default 3)")
+    add_repeat(parser, 3, "runs")
     parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--on-command", action="store_true", help="one run for each line of stdin")
     arguments = parser.parse_args()

@@ -14,11 +14,11 @@ import sys
 
 import record
 from bench_engine import config
-from turns import HERE, end_as_by_ctrl_c, race, ratios
+from turns import HERE, add_repeat, end_as_by_ctrl_c, race, ratios
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=2, help="turns (default 2)")
+    add_repeat(parser, 2, "turns")
     arguments = parser.parse_args()
     end_as_by_ctrl_c()
     command = [sys.executable, str(HERE / "peer_transformers.py"), config().model]

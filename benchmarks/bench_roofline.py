@@ -30,7 +30,7 @@ from cb_kernels import Int8Linear, RaggedBatch
 from linear_shapes import layers_size, spec_of, streamed_size
 from machine_peak import gemm_flops, usual_read_bandwidth
 from torch import nn
-from turns import OURS, Contestant, end_as_by_ctrl_c
+from turns import OURS, Contestant, add_repeat, end_as_by_ctrl_c
 from workload import requests_of
 
 from cb_backend.config import EngineConfig
@@ -211,7 +211,7 @@ def bench(settings: EngineConfig, repeat: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeat", type=int, default=3, help="turns (default 3)")
+    add_repeat(parser, 3, "turns")
     arguments = parser.parse_args()
     end_as_by_ctrl_c()
     bench(config(), arguments.repeat)

@@ -26,7 +26,7 @@ from bench_engine import NUM_WARM_UP, config
 from serving_client import Server, closed_loop, open_loop, poisson_arrivals
 from serving_process import serving
 from serving_stats import Figures, Limit, figures, figures_text
-from turns import OURS, Contestant, end_as_by_ctrl_c, ratio_text
+from turns import OURS, Contestant, add_repeat, end_as_by_ctrl_c, ratio_text
 from workload import WORKLOADS, Requests, requests_of, workload
 
 WARM_UP_CONCURRENCY = 2  # a server may be set to refuse more, to see how it does
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of a run (default: the workload's own)")
     parser.add_argument("--concurrency", type=int, nargs="+", help=f"(default {CONCURRENCY[0]})")
     parser.add_argument("--rate", type=float, nargs="+", help="(default 2 and 4)")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each (default 3)")
+    add_repeat(parser, 3, "runs of each")
     parser.add_argument("--ttft-ms", type=float, default=500.0, help="for goodput (default 500)")
     parser.add_argument("--tpot-ms", type=float, default=100.0, help="for goodput (default 100)")
     arguments = parser.parse_args()

@@ -23,7 +23,7 @@ import record
 from bench_engine import config
 from serving_client import Server, closed_loop
 from serving_process import serving
-from turns import end_as_by_ctrl_c
+from turns import add_repeat, end_as_by_ctrl_c
 from workload import workload
 
 RUNNER_IMPORTS = ("cb_backend.serving.services", "cb_backend.runtime.model_runner")
@@ -101,7 +101,7 @@ def bench(repeat: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeat", type=int, default=3, help="starts (default 3)")
+    add_repeat(parser, 3, "starts")
     arguments = parser.parse_args()
     end_as_by_ctrl_c()
     bench(arguments.repeat)

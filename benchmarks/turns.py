@@ -6,6 +6,7 @@ number to quote, and its spread says how far to trust it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -106,6 +107,17 @@ def ratio_text(of: Sequence[float], to: Sequence[float]) -> str:
     """The median of the turns' ratios, with the lowest and the highest."""
     found = ratios(of, to)
     return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def add_repeat(parser: argparse.ArgumentParser, default: int, of: str) -> None:
+    """--repeat, at least 1: there is no median of nothing."""
+
+    def count(text: str) -> int:
+        if (number := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+        return number
+
+    parser.add_argument("--repeat", type=count, default=default, help=f"{of} (default {default})")
 
 
 def log_file(name: str) -> Path:

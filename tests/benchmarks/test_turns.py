@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import argparse
 import sys
 
-from turns import Contestant, ratio_text
+import pytest
+from turns import Contestant, add_repeat, ratio_text
 
 DOUBLES = """
 import json, sys
@@ -24,3 +26,20 @@ def test_a_contestant_answers_each_run_although_it_is_stopped_between_them() -> 
         assert [contestant.run(number=n)["twice"] for n in (1, 2, 3)] == [2, 4, 6]
     finally:
         contestant.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("0", "must be at least 1, got 0"), ("-2", "got -2"), ("x", "'x'")]
+)
+def test_no_turns_are_refused_before_anything_starts(
+    text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bench_roofline.py loaded the model, and failed at the median of nothing."""
+    parser = argparse.ArgumentParser()
+    add_repeat(parser, 3, "turns")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--repeat", text])
+    message = capsys.readouterr().err
+    assert "argument --repeat: " in message
+    assert said in message
+    assert parser.parse_args([]).repeat == 3
